@@ -31,7 +31,7 @@ run: install quickstart-assets  ## Fine-tune a real model through the operator (
 	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
 
 run-azureml: install quickstart-assets  ## Fine-tune it on a stand-in for Azure ML, preempted once
-	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/walk_azureml.py
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/azureml/walk_azureml.py
 
 # A file's tests run one after the other on one worker, the longest files first
 # (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md). Containers often tell Python to
@@ -65,44 +65,44 @@ locks: install  ## Resolve the lock files of the images again
 	$(BIN)/python -m pip install -qq uv
 	$(BIN)/python operator/images/lock_images.py
 
-# One process, as the tests share one release of the chart. Images and more: tests/real_cluster.py.
+# One process, as the tests share one release of the chart. Images and more: tests/support/cluster/real_cluster.py.
 e2e: install  ## Test chart, operator and trainer on the cluster that KUBECONFIG names
 	FINETUNE_E2E_KUBECONFIG="$${FINETUNE_E2E_KUBECONFIG:-$$KUBECONFIG}" \
 	  $(OFFLINE) $(BIN)/python -m pytest tests/e2e --durations=10 $(PYTEST_ARGS)
 
 # The cluster is tests/kind.yaml; versions of Kubernetes stand in tests/kind_nodes.yaml.
 kind: install  ## Run the tests of `make e2e` on kind, from the images of `make images` (KUBERNETES=1.30)
-	@PATH="$$PWD/build/bin:$$PATH" KUBERNETES="$(KUBERNETES)" $(BIN)/python tests/kind_run.py
+	@PATH="$$PWD/build/bin:$$PATH" KUBERNETES="$(KUBERNETES)" PYTHONPATH=tests $(BIN)/python tests/support/cluster/kind_run.py
 
 kind-tool:  ## Build the kind that `make kind` is made for into build/bin (needs Go)
 	GOBIN="$$PWD/build/bin" go install sigs.k8s.io/kind@v0.33.0
 
 grids: install  ## Compile six model families in each way, and trace the memory of twelve runs (8 min)
-	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/test_compiled_packs.py tests/unit/test_memory_peak.py
+	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
-	$(OFFLINE) $(BIN)/python tests/kill_series.py $(N) "$(SEED)"
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/kill_series.py $(N) "$(SEED)"
 
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
-	PYTHONPATH=tests $(BIN)/python tests/writers.py "$(or $(SEED),0)" $(COUNT)
+	PYTHONPATH=tests $(BIN)/python tests/support/checkpoint/writers.py "$(or $(SEED),0)" $(COUNT)
 
 # The remote backend and a fake of its service.
 PLUGIN := examples/plugin/src:examples/plugin/tests
 
 remote-lives: install  ## Let 500 jobs live on a remote service while the operator dies 200 times (SEED=7)
-	PYTHONPATH=tests:$(PLUGIN) $(BIN)/python tests/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
+	PYTHONPATH=tests:$(PLUGIN) $(BIN)/python tests/support/plugin/remote_lives.py "$(or $(SEED),0)" --jobs 500 --deaths 200
 
 azureml-lives: install  ## Let 200 jobs live on a stand-in for Azure ML while the operator is killed 200 times (SEED=7)
-	PYTHONPATH=tests $(BIN)/python tests/azureml_lives.py "$(or $(SEED),0)" --jobs 200 --deaths 200
+	PYTHONPATH=tests $(BIN)/python tests/support/azureml/azureml_lives.py "$(or $(SEED),0)" --jobs 200 --deaths 200
 
 fuzz: install  ## Search for tracebacks with random manifests, rows and templates (SECONDS=60, SEED=7)
-	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/api/fuzz.py $(SECONDS) --seed "$(or $(SEED),0)"
 
 parity-families: install  ## Train ten model families beside a plain loop (5 min; FAMILIES="llama gpt2")
-	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/parity_families.py $(FAMILIES)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/strategies/parity_families.py $(FAMILIES)
 
 stragglers: install  ## Name slow and stuck ranks, and nobody in 20 clean runs (9 min)
-	PYTHONPATH=tests $(BIN)/python tests/stragglers.py
+	PYTHONPATH=tests $(BIN)/python tests/support/launch/stragglers.py
 
 check: install  ## Lint, types, import contracts, dependencies, generated files up to date
 	$(BIN)/ruff check
@@ -150,14 +150,14 @@ dashboards: install  ## Generate the chart's rules, alerts and dashboards from c
 
 # It needs prometheus and helm on the PATH.
 pictures: install  ## Draw the pictures of docs/how-to/monitoring.md from answers of a Prometheus (3 min)
-	PYTHONPATH=tests:charts $(OFFLINE) $(BIN)/python tests/pictures.py
+	PYTHONPATH=tests:charts $(OFFLINE) $(BIN)/python tests/support/charts/pictures.py
 
 recording: install quickstart-assets  ## Record the picture of README.md from a real run (3 min)
-	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/recording.py
+	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/support/docs/recording.py
 
 # It needs FINETUNE_TEST_KUBECONFIG.
 statuses: install  ## Record tests/statuses.yaml from an operator on a real API server (20 s)
-	PYTHONPATH=tests $(BIN)/python tests/recorded_statuses.py
+	PYTHONPATH=tests $(BIN)/python tests/support/reconcile/recorded_statuses.py
 
 quickstart-assets: install  ## Convert the quickstart's model and write its data set, once
 	$(OFFLINE) $(BIN)/python examples/quickstart/prepare.py

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from azureml_fixtures import stand_in, stand_in_of_module
 from run_order import sort_files, tell_run
+from support.azureml.azureml_fixtures import stand_in, stand_in_of_module
 
 __all__ = ["stand_in", "stand_in_of_module"]  # fixtures of several modules
 

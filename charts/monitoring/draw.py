@@ -1,7 +1,7 @@
 """Pictures of a dashboard without a Grafana: its own JSON, filled with answers of a Prometheus.
 
-Places, titles, units and legends are the dashboard's; how lines look is ours. `tests/pictures.py`
-asks and writes `docs/how-to/*.svg`.
+Places, titles, units and legends are the dashboard's; how lines look is ours.
+`tests/support/charts/pictures.py` asks and writes `docs/how-to/*.svg`.
 """
 
 import math

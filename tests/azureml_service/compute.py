@@ -180,7 +180,7 @@ class Compute:
         return None
 
     def _start(self, job: Job) -> list[Process]:
-        from launches import free_port  # imports the trainer's contract
+        from support.launch.launches import free_port  # imports the trainer's contract
 
         resources = job.properties.get("resources") or {}
         distribution = job.properties.get("distribution") or {}

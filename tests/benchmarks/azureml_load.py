@@ -33,15 +33,15 @@ from silent_workspace import (
     namespace,
 )
 
-from azureml_cases import profile
 from azureml_service import ServiceClient, running_service
 from azureml_service.answers import Record
-from builders import manifest
-from clusters import embedded_cluster
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
-from operators import OperatorProcess, open_api, phase_of
+from support.api.builders import manifest
+from support.azureml.azureml_cases import profile
+from support.cluster.clusters import embedded_cluster
+from support.cluster.operators import OperatorProcess, open_api, phase_of
 
 Result = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """The cluster of a benchmark: made by a kit of programs, or given by variables.
 
     FINETUNE_BENCH_KUBECONFIG   a cluster-admin's kubeconfig
-    FINETUNE_BENCH_AUDIT_LOG    its API server's audit log, made with the policy of tests/audit.py
+    FINETUNE_BENCH_AUDIT_LOG    its API server's audit log (policy: tests/support/cluster/audit.py)
     FINETUNE_BENCH_PROCESSES    its processes on this machine: etcd=12,kube-apiserver=13,...
 
 A kit is a folder with `up` and `down`, which make a control plane on this machine and take it away.
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from audit import POLICY
+from support.cluster.audit import POLICY
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 # As shipped 50 requests a second: 600 pods would take it 10 s, whatever anybody else does.

@@ -26,7 +26,7 @@ from operator_page import page
 
 from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.http import HttpClient
-from operators import Api
+from support.cluster.operators import Api
 
 WARM_UP = 20
 

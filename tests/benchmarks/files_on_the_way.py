@@ -18,10 +18,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import finetune_operator
-from aks_world import ADDRESS, AksWorld
 from finetune_trainer.config import Phase, Progress
-from kernel_world import KEY
-from played_pods import ProgressServer
+from support.aks.aks_world import ADDRESS, AksWorld
+from support.cluster.played_pods import ProgressServer
+from support.kernel.kernel_world import KEY
 
 PACKAGE = Path(finetune_operator.__file__).parent
 CORE = ("kernel", "reconcile")

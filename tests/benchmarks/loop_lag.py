@@ -7,8 +7,8 @@ import asyncio
 import json
 from pathlib import Path
 
-from configmap_backend import ConfigMapBackend
 from finetune_operator.backends.base import BackendContext, Services
+from support.kernel.configmap_backend import ConfigMapBackend
 
 ENV_FILE = "LOOP_LAG_FILE"
 TICK_SECONDS = 0.01

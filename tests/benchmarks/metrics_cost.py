@@ -29,9 +29,9 @@ from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.planner.plan import make_plan
 from finetune_trainer.config import TrainConfig
-from launches import train_config
-from node_pages import ask, free_ports
-from tiny_run import write_inputs
+from support.launch.launches import train_config
+from support.launch.tiny_run import write_inputs
+from support.telemetry.node_pages import ask, free_ports
 
 TINY_STEP_SECONDS = (0.02, 0.04)
 LIMITS = {"overhead_ratio_tiny": Limit(0.005), "overhead_ratio_realistic": Limit(0.001)}

@@ -17,9 +17,6 @@ import yaml
 from bench_cluster import BenchCluster, cpu_seconds, peak_mib
 from bursts import Sightings, count_surplus, create_all, fresh_namespace, watching
 
-import permissions
-from audit import AuditLog, counted
-from builders import manifest
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validation import defaulted
 from finetune_operator.backends.aks.backend import AksBackend
@@ -37,8 +34,11 @@ from finetune_operator.kube.resources import (
 )
 from finetune_operator.planner.plan import make_plan
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from operators import OperatorProcess, condition, phase_of
-from played_pods import (
+from support.api.builders import manifest
+from support.cluster import permissions
+from support.cluster.audit import AuditLog, counted
+from support.cluster.operators import OperatorProcess, condition, phase_of
+from support.cluster.played_pods import (
     ProgressServer,
     bound_claims,
     end_pod,

@@ -18,12 +18,12 @@ from bursts import follow
 from measured import spread
 
 from azureml_service import ServiceClient
-from builders import manifest
 from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, NAMESPACES, Object
-from operators import OperatorProcess, phase_of
+from support.api.builders import manifest
+from support.cluster.operators import OperatorProcess, phase_of
 
 Result = dict[str, Any]
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from operators import Api
-from real_cluster import OPERATOR_NAMESPACE, RELEASE, Given, RealCluster, Release, namespace
-from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import Volume
-from tiny_run import write_inputs
+from support.cluster.operators import Api
+from support.cluster.real_cluster import (
+    OPERATOR_NAMESPACE,
+    RELEASE,
+    Given,
+    RealCluster,
+    Release,
+    namespace,
+)
+from support.cluster.real_jobs import NAMESPACE, Jobs, profile
+from support.cluster.real_volume import Volume
+from support.launch.tiny_run import write_inputs
 
 GIVEN = Given.read()
 DEFINITIONS = ("finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from finetune_operator.kube.resources import Object
-from real_cluster import ROOT, RealCluster
-from real_volume import on_a_node
-from shown_blocks import Shown, shown_in
+from support.cluster.real_cluster import ROOT, RealCluster
+from support.cluster.real_volume import on_a_node
+from support.docs.shown_blocks import Shown, shown_in
 
 PAGE = ROOT / "docs" / "installation.md"
 BUILT = "docker buildx bake --push"

@@ -3,8 +3,8 @@
 import pytest
 
 from finetune_operator.kube.resources import Object
-from operators import condition, wait_until
-from real_jobs import NAMESPACE, Jobs, is_over, profile
+from support.cluster.operators import condition, wait_until
+from support.cluster.real_jobs import NAMESPACE, Jobs, is_over, profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from finetune_operator.kube.resources import JOBS, Object
-from living_attempts import living_attempts
-from operators import condition, wait_until
-from real_jobs import NAMESPACE, Jobs
-from real_volume import Volume
+from support.cluster.living_attempts import living_attempts
+from support.cluster.operators import condition, wait_until
+from support.cluster.real_jobs import NAMESPACE, Jobs
+from support.cluster.real_volume import Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

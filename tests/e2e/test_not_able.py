@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from finetune_operator.kube.resources import Object
-from operators import wait_until
-from real_cluster import CHART, RealCluster, Release, namespace
+from support.cluster.operators import wait_until
+from support.cluster.real_cluster import CHART, RealCluster, Release, namespace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

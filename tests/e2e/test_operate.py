@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from finetune_operator.kube.resources import Object
-from operators import condition, wait_until
-from real_cluster import RELEASE, RealCluster, Release
-from real_jobs import NAMESPACE, Jobs, profile
+from support.cluster.operators import condition, wait_until
+from support.cluster.real_cluster import RELEASE, RealCluster, Release
+from support.cluster.real_jobs import NAMESPACE, Jobs, profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

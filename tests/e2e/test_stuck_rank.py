@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from finetune_operator.kube.resources import Object
-from operators import wait_until
-from real_jobs import Jobs, profile
+from support.cluster.operators import wait_until
+from support.cluster.real_jobs import Jobs, profile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

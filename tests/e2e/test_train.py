@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from finetune_operator.kube.resources import Object
-from operators import condition, wait_until
-from real_jobs import NAMESPACE, Jobs, profile
-from real_volume import Volume
+from support.cluster.operators import condition, wait_until
+from support.cluster.real_jobs import NAMESPACE, Jobs, profile
+from support.cluster.real_volume import Volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

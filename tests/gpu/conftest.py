@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from device_runs import Device, device_of_tests
-from tiny_run import write_inputs
+from support.launch.device_runs import Device, device_of_tests
+from support.launch.tiny_run import write_inputs
 
 _HERE = Path(__file__).parent
 _LEFT_TO_GPU_CHECK = pytest.mark.skip(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from device_runs import Device
 from finetune_trainer.model.attention import use_documents
 from finetune_trainer.model.kernels import Card, Kernel, choose_attention, use_flex
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
-from model_families import family, gradients, lift_flex_check, pack
+from support.launch.device_runs import Device
+from support.model.model_families import family, gradients, lift_flex_check, pack
 
 pytestmark = pytest.mark.gpu
 

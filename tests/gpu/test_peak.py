@@ -1,6 +1,6 @@
 """The peak of a step is what the formula says, beside what the libraries keep for themselves.
 
-What a CPU can show of the formula, by a trace, is in tests/unit/test_memory_peak.py.
+What a CPU can show of the formula, by a trace, is in tests/unit/memory/test_memory_peak.py.
 """
 
 import json
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from device_runs import Device, device_config, needs_cuda, train
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal
@@ -19,7 +18,8 @@ from finetune_trainer.memory.peak import step_peak
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
-from text_fixtures import tiny_tokenizer
+from support.data.text_fixtures import tiny_tokenizer
+from support.launch.device_runs import Device, device_config, needs_cuda, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 TOKENS = 2048
@@ -34,7 +34,9 @@ def wide(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 0.4B parameters, whose activations outweigh what libraries keep."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    needs_cuda(device, "a CPU's allocator keeps no peak; tests/unit/test_memory_peak.py traces it")
+    needs_cuda(
+        device, "a CPU's allocator keeps no peak; tests/unit/memory/test_memory_peak.py traces it"
+    )
     folder: Path = tmp_path_factory.mktemp("wide")
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     config = LlamaConfig(

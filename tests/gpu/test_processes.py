@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from device_runs import Device, Trained, device_config, largest_difference, needs_cuda
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.failpoints import ENV_FAILPOINT
-from launches import launch
+from support.launch.device_runs import (
+    Device,
+    Trained,
+    device_config,
+    largest_difference,
+    needs_cuda,
+)
+from support.launch.launches import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 STEPS = 12

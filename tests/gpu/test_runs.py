@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from device_runs import Device, Trained, device_config, largest_difference, needs_cuda, train
-from parity_families import (
+from support.launch.device_runs import (
+    Device,
+    Trained,
+    device_config,
+    largest_difference,
+    needs_cuda,
+    train,
+)
+from support.strategies.parity_families import (
     MAX_NORM,
     PER_PACK,
     RATE,

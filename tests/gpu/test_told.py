@@ -13,7 +13,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from device_runs import Device, device_config, needs_cuda, train
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Phase, Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
@@ -25,7 +24,8 @@ from finetune_trainer.telemetry.collectives.dump import Recorded, read_dump
 from finetune_trainer.telemetry.collectives.flight_recorder import recorder_of_nccl, turn_timing_on
 from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.world import World
-from launches import until
+from support.launch.device_runs import Device, device_config, needs_cuda, train
+from support.launch.launches import until
 
 pytestmark = pytest.mark.gpu
 COUNTED = (TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER)

@@ -1,6 +1,6 @@
 """On a GPU the host waits in no phase of a step: CUDA itself says where it does.
 
-What a CPU can show of it is in tests/unit/test_17_no_sync.py.
+What a CPU can show of it is in tests/unit/telemetry/test_17_no_sync.py.
 """
 
 from pathlib import Path
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_runs import Device, device_config, needs_cuda, train
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
@@ -16,6 +15,7 @@ from finetune_trainer.control import StopSignal
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
+from support.launch.device_runs import Device, device_config, needs_cuda, train
 
 pytestmark = pytest.mark.gpu
 _COMPUTING = {

@@ -8,7 +8,7 @@ import pytest
 
 import build_images
 from image_archive import ImageArchive, open_archive
-from image_runs import IMAGES, Container, built
+from support.images.image_runs import IMAGES, Container, built
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

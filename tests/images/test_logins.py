@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from control_plane import PROGRAMS, ControlPlane
 from finetune_operator.kube.resources import Resource
-from image_runs import Container
-from issuer import Issuer, make_certificate
-from operators import Api
+from support.cluster.control_plane import PROGRAMS, ControlPlane
+from support.cluster.issuer import Issuer, make_certificate
+from support.cluster.operators import Api
+from support.images.image_runs import Container
 
 pytestmark = [
     pytest.mark.skipif(PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no API server"),

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from launches import Launch, launch
+from support.launch.launches import Launch, launch
 
 if TYPE_CHECKING:
-    from clusters import RunningCluster
-    from operators import Api
+    from support.cluster.clusters import RunningCluster
+    from support.cluster.operators import Api
 
 
 @pytest.fixture
@@ -35,8 +35,11 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[RunningCluster]":
     """An API server: the embedded one, and the one that FINETUNE_TEST_KUBECONFIG names."""
-    from clusters import RunningCluster, embedded_cluster  # only where a test asks for one
-    from operators import KUBECONFIG
+    from support.cluster.clusters import (  # only where a test asks for one
+        RunningCluster,
+        embedded_cluster,
+    )
+    from support.cluster.operators import KUBECONFIG
 
     if request.param == "embedded":
         with embedded_cluster(tmp_path_factory.mktemp("embedded")) as made:
@@ -50,7 +53,7 @@ def cluster(
 @pytest.fixture(scope="module")
 def api(cluster: "RunningCluster") -> "Iterator[Api]":
     """The cluster, with our kinds."""
-    from operators import open_api
+    from support.cluster.operators import open_api
 
     with open_api(cluster.kubeconfig) as made:
         yield made

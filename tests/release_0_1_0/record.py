@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent))
 
 def main(arguments: list[str]) -> int:
     """Run one recorder; return its exit code."""
-    from last_release import COMMIT, unpack
+    from support.cluster.last_release import COMMIT, unpack
 
     if arguments not in (["run"], ["jobs"]):
         print(__doc__, file=sys.stderr)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from text_fixtures import VOCAB_SIZE, tiny_tokenizer
+from support.data.text_fixtures import VOCAB_SIZE, tiny_tokenizer
 
 _TINY = {
     "vocab_size": VOCAB_SIZE,

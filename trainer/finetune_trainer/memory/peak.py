@@ -4,7 +4,7 @@ A step has few moments that can be the highest, and the peak is the largest of t
 gradient, the backward pass of the last and of the first layer, the embedding's gradient, and the
 optimizer; under FSDP also those where embedding and head are gathered. What
 is alive at each follows from what autograd keeps (derived below, product by product), from how the
-engine shards and from what is recomputed. `tests/unit/test_memory_peak.py` holds it against a trace
+engine shards and from what is recomputed. `test_memory_peak.py` holds it against a trace
 of the trainer's own step.
 """
 

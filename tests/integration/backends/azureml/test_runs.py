@@ -1,0 +1,255 @@
+"""FineTuneJobs on a stand-in for Azure ML, with real ranks: preempted, suspended, and gone on."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from azureml_service import SeenJob, ServiceClient, running_service
+from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, Object
+from finetune_trainer.checkpoint.commit import ledger
+from finetune_trainer.config import (
+    ENV_TRAIN_CONFIG,
+    HEARD_TAG,
+    PROGRESS_TAG,
+    Heard,
+    Progress,
+    Termination,
+    TrainConfig,
+    unpack,
+)
+from finetune_trainer.launch.azureml.mounts import put_paths
+from support.azureml.walk_azureml import NAMESPACE, PROFILE, served
+from support.cluster.operators import Api, phase_of, wait_until
+from support.launch.forked_ranks import attempt, numbers
+from support.launch.tiny_run import write_inputs
+
+pytest.importorskip("azure.identity", reason="needs the extra azureml")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # of which most is waiting for looks
+
+STEPS, SAVE_EVERY = 80, 4
+PATIENCE_SECONDS = 280.0
+FAILED, REQUEUED, SUSPENDED = "failed", "requeued", "suspended"
+RANKS = (
+    {"nodes": 1, "processesPerNode": 2},
+    {"nodes": 2, "processesPerNode": 1},
+)
+SPEC: Mapping[str, Any] = {
+    "model": {"source": "azureml://models/tiny/versions/1"},
+    "dataset": {"source": "azureml://datastores/rows/paths/train.jsonl"},
+    "method": {"type": "lora", "lora": {"r": 4, "dropout": 0.2}},
+    "training": {
+        "maxSteps": STEPS,
+        "globalBatchSize": 4,
+        "maxSeqLength": 64,
+        "learningRate": 1e-3,
+    },
+    "topology": {"gpusPerNode": 0, **RANKS[0]},
+    "checkpoint": {"everySteps": SAVE_EVERY},
+    "backend": {"type": "azureml"},
+}
+
+
+@dataclass
+class Life:
+    """What became of a FineTuneJob.
+
+    Attributes:
+        made: As it was at the end.
+        runs: Its jobs on Azure ML, the first attempt's first.
+        losses: By step, of all starts together; of a step made twice the later one.
+    """
+
+    made: Object
+    runs: list[SeenJob]
+    losses: dict[int, float]
+
+    @property
+    def attempts(self) -> list[Object]:
+        """What the status says of the attempts."""
+        return list(self.made["status"]["attempts"])
+
+
+class World:
+    """The operator and the service, as one job's life sees them; each life has a thread."""
+
+    def __init__(self, kubeconfig: str, service: ServiceClient, folder: Path, name: str) -> None:
+        self.api, self.service, self.name = Api(kubeconfig), service, name
+        self._nodes = folder / "nodes"
+
+    def close(self) -> None:
+        self.api.close()
+
+    def apply(self, **changes: Mapping[str, Any]) -> None:
+        """Create the job, with changes of parts of its spec."""
+        meta = {"apiVersion": FINE_TUNE_JOBS.api_version, "kind": FINE_TUNE_JOBS.kind}
+        spec = {key: {**value, **changes.get(key, {})} for key, value in SPEC.items()}
+        made = {**meta, "metadata": {"name": self.name}, "spec": spec}
+        self.api.run(self.api.client.create(FINE_TUNE_JOBS, made, NAMESPACE))
+
+    @property
+    def runs(self) -> list[SeenJob]:
+        """Its jobs on Azure ML, the first attempt's first."""
+        return [one for one in self.service.jobs() if one.tags["finetune.job"] == self.name]
+
+    @property
+    def folder(self) -> Path:
+        """Where its checkpoints are."""
+        uid = self.made["metadata"]["uid"]
+        return self.service.datastore("kept", f"finetune/{NAMESPACE}/{self.name}/{uid}/checkpoints")
+
+    @property
+    def made(self) -> Object:
+        """It, as the API server has it."""
+        made = self.api.job(NAMESPACE, self.name)
+        assert made is not None
+        return made
+
+    def wait_for(self, check: Callable[[], object], what: str) -> None:
+        wait_until(check, PATIENCE_SECONDS, f"{self.name}: {what}")
+
+    def wait_for_phase(self, phase: str) -> None:
+        self.wait_for(lambda: phase_of(self.made) == phase, phase)
+
+    def live(self) -> Life:
+        """Return what became of it; of a killed start, its node's disk has the losses."""
+        losses: dict[int, float] = {}
+        for run in self.runs:
+            for journal in sorted(self._nodes.glob(f"{run.name}/*/tmp/*/run/logs/rank-0.jsonl")):
+                whole, _, _ = journal.read_text().rpartition("\n")
+                told = [json.loads(line) for line in whole.splitlines()]
+                losses |= {one["step"]: one["loss"] for one in told if one["event"] == "step"}
+            drawn = [point for point in run.points if point["key"] == "train/loss"]
+            losses |= {point["step"]: point["value"] for point in drawn}
+        return Life(self.made, self.runs, losses)
+
+
+def preempt(world: World, how: str, **changes: Any) -> Life:
+    """Take the nodes of a job away after its first checkpoint, and let it go on to its end."""
+    world.apply(**changes)
+    world.wait_for(lambda: world.runs, "is submitted")
+    world.wait_for(lambda: ledger(world.folder), "commits")
+    world.service.preempt(world.runs[0].name, how)
+    world.wait_for_phase("Succeeded")
+    return world.live()
+
+
+def suspend(world: World) -> Life:
+    """Suspend a job while it trains, and let it begin to go on."""
+    world.apply(training={"maxSteps": 1_000_000})
+    world.wait_for(lambda: (world.made["status"].get("progress") or {}).get("step"), "trains")
+    world.api.change(NAMESPACE, world.name, suspend=True)
+    world.wait_for_phase("Suspended")
+    world.api.change(NAMESPACE, world.name, suspend=False)
+    world.wait_for(lambda: len(world.runs) == 2, "is submitted again")
+    world.wait_for(lambda: _resumed_step(world.runs[1]), "goes on")
+    return world.live()
+
+
+def _resumed_step(run: SeenJob) -> int | None:
+    told = run.tags.get(PROGRESS_TAG)
+    return Progress.model_validate_json(told).resumed_step if told else None
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, "Future[Life]"]]:
+    """All lives at once, as most of each is waiting for the next look."""
+    folder = tmp_path_factory.mktemp("azure")
+    with (
+        running_service(folder / "service", runs_jobs=True, cancel="sigkill") as service,
+        ThreadPoolExecutor() as threads,
+    ):
+        inputs = write_inputs(service.datastore("rows"))
+        (inputs / "model").rename(service.model("tiny", "1"))
+        with served(folder, service.environ()) as api:
+            allow = {**PROFILE["spec"]["allow"], "maxNodes": 2}
+            profile = {**PROFILE, "spec": {**PROFILE["spec"], "allow": allow}}
+            api.run(api.client.create(FINE_TUNE_PROFILES, profile))
+
+            def begin(name: str, live: Callable[..., Life], *arguments: Any, **changes: Any) -> Any:
+                return threads.submit(in_world, name, live, *arguments, **changes)
+
+            def in_world(
+                name: str, live: Callable[..., Life], *arguments: Any, **changes: Any
+            ) -> Life:
+                with closing(World(api.kubeconfig, service, folder / "service", name)) as world:
+                    return live(world, *arguments, **changes)
+
+            begun = {SUSPENDED: begin(SUSPENDED, suspend)}
+            for how, ranks in product((FAILED, REQUEUED), RANKS):
+                name = name_of(how, ranks)
+                begun[name] = begin(name, preempt, how, topology=ranks)
+            yield begun
+
+
+def name_of(how: str, ranks: Mapping[str, int]) -> str:
+    """Return the name of the job whose nodes are taken away like that."""
+    return f"{how}-on-{ranks['nodes']}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    lives: Mapping[str, "Future[Life]"], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
+    """The losses of the same configuration in two ranks on this machine."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = lives[name_of(FAILED, RANKS[0])].result().runs[0]
+    config = unpack(run.properties["environmentVariables"][ENV_TRAIN_CONFIG])
+    inputs = write_inputs(folder / "inputs")
+    mounts = {
+        "model": inputs / "model",
+        "data": inputs,
+        **{name: folder / name for name in ("checkpoints", "output", "scratch")},
+    }
+    local: TrainConfig = put_paths(config, {name: str(path) for name, path in mounts.items()})
+    (folder / "scratch").mkdir()
+    assert attempt(local) == [0, 0]
+    return {step: loss for step, (loss, *_) in numbers(local)["steps"].items()}
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
+def test_a_preempted_job_goes_on_in_its_second_attempt_to_the_same_losses(
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
+) -> None:
+    life = lives[name_of(FAILED, ranks)].result()
+    first, second = life.attempts
+    assert first["failureClass"] == "Preempted"
+    assert second["resumedStep"] % SAVE_EVERY == 0
+    assert [run.state for run in life.runs] == ["Failed", "Completed"]
+    resources = [run.properties.get("resources") or {} for run in life.runs]
+    nodes = [one.get("instanceCount") or 1 for one in resources]
+    assert nodes == 2 * [ranks["nodes"]]
+    assert life.losses == pytest.approx(undisturbed, abs=2e-5)
+    assert life.made["status"]["artifacts"]
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
+def test_a_run_that_the_service_starts_again_goes_on_to_the_same_losses(
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
+) -> None:
+    life = lives[name_of(REQUEUED, ranks)].result()
+    assert len(life.attempts) == 1
+    (run,) = life.runs
+    assert (run.state, run.starts) == ("Completed", 2)
+    assert Heard.model_validate_json(run.tags[HEARD_TAG]).starts == 2
+    assert (_resumed_step(run) or 0) % SAVE_EVERY == 0
+    assert life.losses == pytest.approx(undisturbed, abs=2e-5)
+
+
+def test_a_job_that_is_suspended_without_a_signal_loses_no_step(
+    lives: Mapping[str, "Future[Life]"],
+) -> None:
+    life = lives[SUSPENDED].result()
+    first, second = life.runs
+    said = Termination.model_validate_json(first.logs["user_logs/std_log.txt"].splitlines()[-1])
+    assert said.exit_code == 75
+    assert first.state == "Failed", "it was killed"
+    assert (
+        _resumed_step(second) == said.step == max(step for step in life.losses if step <= said.step)
+    )

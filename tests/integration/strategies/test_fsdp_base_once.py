@@ -1,0 +1,180 @@
+"""Under FSDP no rank's device holds the whole base, also in 4 bits or with float8 products."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from finetune_trainer.config import ExitCode, TrainConfig
+from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.float8 import check_float8, use_float8
+from finetune_trainer.model.load import is_loaded_once, load_device, load_model
+from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.strategies import create
+from support.checkpoint.checkpoint_fixtures import run_processes
+from support.launch.forked_ranks import attempt, numbers
+from support.launch.launches import train_config
+from support.launch.tiny_run import write_inputs
+from support.strategies.parity import Case, inputs_of, world_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NF4 = {"type": "qlora", "quantization": "nf4", "lora": {"r": 4}}
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes that storages made meanwhile took at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._storages: WeakSet[Any] = WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in tree_iter(result):
+            if type(one) is torch.Tensor and one.device.type == "cpu":
+                self._storages.add(one.untyped_storage())
+        self.most = max(self.most, sum(storage.nbytes() for storage in self._storages))
+        return result
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def deep_model(folder: Path) -> Path:
+    """Save a model of many small layers, so that one weight is little of it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(settings).save_pretrained(folder)
+    return folder
+
+
+def adapted(base: Any, config: TrainConfig) -> CausalLoss:
+    """Return the base with adapters that change something, or with float8, the same each time."""
+    torch.manual_seed(0)
+    module = CausalLoss(choose_trained(base, config))
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    if config.training.float8:
+        use_float8(module, torch.device("cpu"), emulate=True)
+    return module
+
+
+def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> None:
+    """Do as `rank` does; tell loading, which rank 0 does in its host's memory, from sharding."""
+    world = world_of(group)
+    place = load_device(config, world.rank, world.device)
+    strategy = create(config, world)
+    loading, sharding = Alive(), Alive()
+    with loading:
+        base = load_model(config, place, quantises=not is_loaded_once(config))
+        module = adapted(base, config)
+    del base
+    with sharding:
+        strategy.prepare(module)
+    inputs = inputs_of(Case("", {}), 0)
+    if config.training.float8:
+        check_float8(module, strategy.evaluate, inputs)
+    whole_model = strategy.whole_model()
+    if whole_model is not None:
+        assert not any("Float8" in type(part).__name__ for part in whole_model.modules())
+    found = [(p.numel() * p.element_size(), local_bytes(p)) for p in module.parameters()]
+    wholes, parts = zip(*found, strict=True)
+    result = {
+        "loading": loading.most,
+        "sharding": sharding.most,
+        "whole": sum(wholes),
+        "part": sum(parts),
+        "largest": max(wholes),
+        "loss": strategy.evaluate(inputs).item(),
+    }
+    torch.save(result, folder / f"{world.rank}.pt")
+
+
+def local_bytes(parameter: torch.Tensor) -> int:
+    assert isinstance(parameter, DTensor)
+    part = parameter.to_local()
+    return part.numel() * part.element_size()
+
+
+FLOAT8 = {"precision": "bf16", "float8": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "training"),
+    [
+        pytest.param(NF4, {"precision": "fp32"}, id="nf4"),
+        pytest.param(NF4, {"precision": "bf16"}, id="nf4 in bf16", marks=pytest.mark.full),
+        pytest.param({"type": "full"}, FLOAT8, id="float8", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_holds_its_part_and_a_few_weights_at_most(
+    tmp_path: Path, method: dict[str, Any], training: dict[str, Any]
+) -> None:
+    config = train_config(
+        tmp_path,
+        model={"path": str(deep_model(tmp_path / "model"))},
+        strategy={"type": "fsdp"},
+        method=method,
+        training=training,
+        output={"format": "merged" if method["type"] == "full" else "adapter"},
+    )
+    assert run_processes(load_and_shard, tmp_path, config, world_size=2) == [0, 0]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert ranks[1]["loading"] <= 2 * ranks[1]["largest"]
+    for rank in ranks:
+        # Besides: what is being quantised and sent, and the scales.
+        scales = rank["whole"] / 32
+        assert rank["sharding"] <= rank["part"] + scales + 4 * rank["largest"]
+        assert rank["sharding"] <= 0.75 * rank["whole"]
+
+    module = adapted(load_model(config, torch.device("cpu")), config)  # quantised as it is read
+    is_narrow = training["precision"] == "bf16"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+        expected = module(**inputs_of(Case("", {}), 0)).item()
+    tolerance = 2e-3 if is_narrow else 1e-6
+    assert [rank["loss"] for rank in ranks] == pytest.approx([expected] * 2, rel=tolerance)
+
+
+@pytest.mark.full
+def test_a_quantised_run_that_is_sharded_has_the_losses_of_one_that_is_not(
+    inputs: Path, tmp_path: Path
+) -> None:
+    losses = {}
+    for strategy, ranks in (("fsdp", 2), ("ddp", 1)):
+        folder = tmp_path / strategy
+        folder.mkdir()
+        config = train_config(
+            folder,
+            world={"nproc_per_node": ranks},
+            model={"path": str(inputs / "model"), "base_name": "org/tiny"},
+            data={"train": {"path": str(inputs / "train.jsonl")}, "max_seq_len": 64},
+            strategy={"type": strategy},
+            method=NF4,
+            training={"max_steps": 3, "learning_rate": 1e-2},
+            output={"format": "both"},
+        )
+        assert attempt(config) == [ExitCode.DONE] * ranks
+        losses[strategy] = [values[0] for values in numbers(config)["steps"].values()]
+    assert losses["fsdp"] == pytest.approx(losses["ddp"], abs=1e-5)

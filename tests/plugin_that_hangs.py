@@ -1,5 +1,0 @@
-"""A plugin whose import never ends; in a process one test may use it, as no second try begins."""
-
-from virtual_time import hang
-
-hang()

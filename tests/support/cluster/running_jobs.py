@@ -1,0 +1,98 @@
+"""Jobs of two nodes that train on played pods, and their children as others might change them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.labels import JOB_UID_LABEL
+from finetune_operator.kube.resources import (
+    ENDPOINT_SLICES,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICES,
+    Object,
+)
+from support.aks.aks_cases import JOB, profile
+from support.api.builders import manifest
+from support.cluster.operators import phase_of
+from support.cluster.played_pods import (
+    bound_claims,
+    own_address,
+    played_node,
+    profile_nodes,
+    run_pod,
+)
+
+NODES = 2
+CHILDREN = (JOBS, PODS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
+CLAIMS = ("data", "models", "checkpoints")
+
+
+@asynccontextmanager
+async def training(
+    client: KubeClient, namespace: str, name: str, port: int, *, running: int
+) -> AsyncIterator[None]:
+    """Have so many jobs whose pods run on a played node; their profile is called as the node."""
+    spec = profile(nodes=profile_nodes(name)).model_dump(
+        by_alias=True, exclude_none=True, mode="json"
+    )
+    kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
+    made = {**kind, "metadata": {"name": name}, "spec": spec}
+    async with played_node(client, name), bound_claims(client, CLAIMS, namespace):
+        await client.create(FINE_TUNE_PROFILES, made)
+        for number in range(running):
+            await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
+        placed: set[str] = set()
+        async with asyncio.timeout(120):
+            while len(placed) < running * NODES:
+                await asyncio.sleep(0.2)
+                for pod in (await client.list(PODS, namespace)).items:
+                    if pod["spec"].get("nodeName") and pod["metadata"]["name"] not in placed:
+                        await run_pod(client, pod, own_address())
+                        placed.add(pod["metadata"]["name"])
+        try:
+            yield
+        finally:
+            await client.delete(FINE_TUNE_PROFILES, name)
+
+
+def body(name: str, profile_name: str, port: int) -> Object:
+    fields = {
+        **JOB,
+        "backend": {"type": "aks", "aks": {"profile": profile_name}},
+        "observability": {"metricsPort": port},
+        "topology": {"nodes": NODES},
+    }
+    made: Object = manifest(name=name, **fields)
+    del made["metadata"]["namespace"]
+    return made
+
+
+async def children(
+    client: KubeClient, namespace: str, *, versions: bool = False
+) -> dict[str, Object]:
+    """Return every child of every job as it was asked for, without what controllers add to it.
+
+    Args:
+        versions: With its version, which every write to it changes, those of controllers too.
+    """
+    return {
+        f"{kind} {one['metadata']['name']}": wanted(one, versions=versions)
+        for kind in CHILDREN
+        for one in (await client.list(kind, namespace, label_selector=JOB_UID_LABEL)).items
+    }
+
+
+def wanted(made: Object, *, versions: bool) -> Object:
+    bare = {"managedFields"} if versions else {"resourceVersion", "managedFields"}
+    metadata = {key: value for key, value in made["metadata"].items() if key not in bare}
+    return {**{key: value for key, value in made.items() if key != "status"}, "metadata": metadata}
+
+
+async def jobs(client: KubeClient, namespace: str) -> list[tuple[str, int]]:
+    found = (await client.list(FINE_TUNE_JOBS, namespace)).items
+    return [(phase_of(one), one["status"]["attempt"]) for one in found]

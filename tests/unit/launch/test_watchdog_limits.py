@@ -1,0 +1,109 @@
+"""How long a rank may report nothing, and how it is ended, also while it holds Python's lock."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from finetune_trainer.config import FailureClass, Phase, Termination
+from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.launch.stacks import TimerTraces, stacks_path
+from finetune_trainer.telemetry import Telemetry
+from finetune_trainer.watchdog import DEFAULT_HANG_SECONDS, Limit, limit_of, watch_progress
+from support.launch.launches import train_config
+from support.launch.rank_entries import report, wait_with_the_lock
+from support.launch.warm_processes import forkserver
+
+OF_STEPS = Limit(0.5, is_of_steps=True)
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
+    opened = Telemetry(train_config(tmp_path), rank=0, world_size=1)
+    yield opened
+    opened.close()
+
+
+class Watched:
+    """What a watchdog has come to."""
+
+    def __init__(self, telemetry: Telemetry, stacks: Path, limit: Limit = OF_STEPS) -> None:
+        self._ended = Event()
+        self.how: Termination | None = None
+        watch_progress(telemetry, limit, stacks, self._end)
+
+    def has_ended(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def _end(self, termination: Termination) -> None:
+        self.how = termination
+        self._ended.set()
+
+
+def test_on_gpus_there_is_a_limit_for_steps_where_nobody_has_set_one(tmp_path: Path) -> None:
+    config = train_config(tmp_path, world={"device": "cuda"})
+    assert limit_of(config) == (DEFAULT_HANG_SECONDS, True)
+    assert config.control.collective_timeout_seconds > DEFAULT_HANG_SECONDS
+    assert limit_of(train_config(tmp_path)) is None
+    asked = train_config(tmp_path, world={"device": "cuda"}, control={"hang_seconds": 7})
+    assert limit_of(asked) == (7, False)
+
+
+def test_steps_that_stay_away_end_the_rank_with_its_stacks(
+    telemetry: Telemetry, tmp_path: Path
+) -> None:
+    telemetry.phase(Phase.TRAINING)
+    telemetry.step(report(1))
+    watched = Watched(telemetry, tmp_path / "stacks")
+    assert watched.has_ended(30)
+    assert watched.how is not None
+    assert watched.how.failure_class is FailureClass.HUNG
+    assert "in has_ended" in (tmp_path / "stacks").read_text()
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.TRAINING, Phase.ANSWERING, Phase.EXPORTING])
+def test_what_comes_before_and_after_steps_may_take_longer(
+    phase: Phase, telemetry: Telemetry, tmp_path: Path
+) -> None:
+    telemetry.phase(phase)  # of training the first step, in which kernels are compiled
+    assert not Watched(telemetry, tmp_path / "stacks").has_ended(3 * OF_STEPS.seconds)
+
+
+@pytest.mark.parametrize("phase", [TimedPhase.EVAL, TimedPhase.CHECKPOINT_BLOCKING])
+def test_what_a_step_waits_for_may_take_longer_and_is_forgotten_behind_it(
+    phase: TimedPhase, telemetry: Telemetry, tmp_path: Path
+) -> None:
+    telemetry.phase(Phase.TRAINING)
+    telemetry.step(report(1))
+    with telemetry.phases.within(phase):
+        watched = Watched(telemetry, tmp_path / "stacks")
+        assert not watched.has_ended(3 * OF_STEPS.seconds)
+    assert not watched.has_ended(OF_STEPS.seconds / 2)
+    assert watched.has_ended(30)
+
+
+def hold_the_lock(folder: Path) -> None:
+    """Make a step, and then wait in C for what never comes, with the interpreter lock."""
+    config = train_config(folder)
+    telemetry = Telemetry(config, rank=0, world_size=1)
+    telemetry.phase(Phase.TRAINING)
+    telemetry.step(report(1))
+    watching = threading.Event()
+    limit = Limit(1.0, is_of_steps=True)
+    watch_progress(telemetry, limit, stacks_path(config.run_dir, 0), lambda _: watching.set())
+    watching.wait(limit.seconds / 2)  # so that the watchdog has set its timer
+    wait_with_the_lock()
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    before = TimerTraces(train_config(tmp_path).run_dir, [0])
+    process = forkserver().Process(target=hold_the_lock, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    path = before.path_if_ended(0)
+    assert path is not None
+    assert "in hold_the_lock" in path.read_text()
+    assert TimerTraces(train_config(tmp_path).run_dir, [0]).path_if_ended(0) is None

@@ -1,0 +1,113 @@
+"""A model that does not fit is refused in one sentence, before any of its weights is loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from finetune_trainer import rank
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.memory.check import changes, read_shape_of, refuse_what_does_not_fit
+from finetune_trainer.memory.peak import step_peak
+from finetune_trainer.world import World
+from support.launch.launches import train_config
+from support.memory.memory_setups import ONE_B
+
+GIB = 2**30
+ROW = 4096
+
+
+def config_of(folder: Path, **changed: Any) -> TrainConfig:
+    """Return full fine-tuning of a 1B model of which nothing but `config.json` is there."""
+    LlamaConfig(**ONE_B, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
+    training = {"precision": "bf16", "global_batch_size": 1, **changed.pop("training", {})}
+    values = {"world": {"nproc_per_node": 1}, **changed}
+    return train_config(folder, training=training, **values)
+
+
+def needed(config: TrainConfig) -> float:
+    """Return the peak in GiB."""
+    tokens = config.training.micro_batch_size * ROW
+    return step_peak(read_shape_of(config), config, tokens=tokens).nbytes / GIB
+
+
+def test_what_fits_is_started_with_its_peak_known(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    peak = refuse_what_does_not_fit(config, 80 * GIB, row_tokens=ROW)
+    assert peak is not None
+    assert peak.nbytes / GIB == pytest.approx(needed(config))
+    assert sum(peak.parts.values()) == peak.nbytes == max(peak.moments.values())
+
+
+@pytest.mark.parametrize(
+    ("free", "component", "change"),
+    [
+        pytest.param(25, "moments", "activationCheckpointing selective", id="a little short"),
+        pytest.param(
+            12,
+            "moments",
+            "spec.training.optimizer adamw8bit with spec.strategy.activationCheckpointing full",
+            id="the moments alone are too large",
+        ),
+        pytest.param(5, "moments", "spec.method.type lora", id="its gradients are too large, too"),
+        pytest.param(1, "moments", "no single setting makes it fit", id="nothing helps"),
+    ],
+)
+def test_a_refusal_names_the_largest_component_and_the_cheapest_change(
+    free: int, component: str, change: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_what_does_not_fit(config_of(tmp_path), free * GIB, row_tokens=ROW)
+    said = str(refused.value)
+    assert said.startswith("spec.training: a step of this model takes 26.1 GiB")
+    assert f"of which {component} take 9.2 GiB, and {free}.0 GiB are free" in said
+    assert change in said
+    assert "spec.training.checkMemory false" in said
+
+
+def test_smaller_micro_batches_and_sharding_are_named_where_they_help(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        world={"nproc_per_node": 8},
+        training={"micro_batch_size": 4, "global_batch_size": 32},
+    )
+    all_logits = config.model_copy(
+        update={"training": config.training.model_copy(update={"fused_head": False})}
+    )
+    assert next(name for name, _ in changes(all_logits)) == "spec.training.fusedHead true"
+    assert needed(all_logits) > needed(config)
+    named = [name for name, _ in changes(config)]
+    assert named == [
+        "spec.strategy.activationCheckpointing selective",
+        "spec.training.microBatchSize 2",
+        "spec.training.microBatchSize 1",
+        "spec.strategy.activationCheckpointing full",
+        "spec.strategy.type fsdp with spec.strategy.activationCheckpointing full",
+        "spec.training.optimizer adamw8bit with spec.strategy.activationCheckpointing full",
+        "spec.method.type lora with spec.strategy.activationCheckpointing full",
+        "spec.method.type qlora with spec.strategy.activationCheckpointing full",
+    ]
+    whole = needed(config)
+    assert all(needed(changed) < whole for _, changed in changes(config))
+
+
+def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, gpu = config_of(tmp_path), World(0, 0, 1, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    with pytest.raises(ConfigError, match=r"10\.0 GiB are free"):
+        rank._check_memory(config, gpu, ROW)
+    off = config.training.model_copy(update={"check_memory": False})
+    rank._check_memory(config.model_copy(update={"training": off}), gpu, ROW)
+    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), ROW)
+
+
+def test_the_formula_needs_no_torch() -> None:
+    code = "import sys, finetune_trainer.memory.peak; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,87 @@
+import pytest
+
+from finetune_operator.api.problems import InvalidJobError
+from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
+from finetune_operator.api.v1alpha1.training import Precision
+from finetune_operator.planner.plan import Plan, make_plan
+from support.api.builders import job
+
+
+def test_plan_states_every_choice_and_why_it_was_made():
+    small = job(training={"globalBatchSize": 4}, topology={"processesPerNode": 2})
+    assert make_plan(small) == Plan(
+        job=small,
+        nodes=1,
+        processes_per_node=2,
+        device="cpu",
+        strategy=StrategyType.DDP,
+        precision=Precision.FP32,
+        activation_checkpointing=ActivationCheckpointing.NONE,
+        compiles=False,
+        micro_batch_size=1,
+        reasons=(
+            "strategy ddp: every rank holds the whole model and only gradients travel; where it "
+            "does not fit, set fsdp or zero1 to zero3",
+            "precision fp32: the default on a cpu device",
+            "activation checkpointing none: it costs time and saves only memory",
+            "micro-batch 1: a pack already fills maxSeqLength",
+        ),
+    )
+
+
+def test_plan_takes_the_precision_that_8_bit_moments_need_also_on_a_cpu():
+    plan = make_plan(job(method={"type": "full"}, training={"optimizer": "adamw8bit"}))
+    assert (plan.device, plan.precision) == ("cpu", Precision.BF16)
+    assert "precision bf16: adamw8bit keeps parameters in it" in plan.reasons
+
+
+def test_plan_has_no_reason_for_what_the_manifest_chose():
+    plan = make_plan(
+        job(
+            strategy={"type": "ddp", "activationCheckpointing": "full"},
+            training={"precision": "bf16", "microBatchSize": 2, "globalBatchSize": 4},
+        )
+    )
+    assert plan.reasons == ()
+    assert (plan.precision, plan.micro_batch_size) == (Precision.BF16, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "world_size", "device"),
+    [
+        pytest.param({"gpusPerNode": 0, "processesPerNode": None}, 1, "cpu", id="one CPU process"),
+        pytest.param({"gpusPerNode": 0, "processesPerNode": 2, "nodes": 2}, 4, "cpu", id="2 x 2"),
+        pytest.param({"gpusPerNode": 4, "processesPerNode": None}, 4, "cuda", id="one GPU a rank"),
+    ],
+)
+def test_plan_counts_ranks(topology, world_size, device):
+    plan = make_plan(job(training={"globalBatchSize": 8}, topology=topology))
+    assert (plan.world_size, plan.device) == (world_size, device)
+
+
+@pytest.mark.parametrize(
+    ("batch", "packing", "expected"),
+    [
+        pytest.param(32, True, 1, id="a pack fills a sequence"),
+        pytest.param(32, False, 8, id="largest divisor up to 8"),
+        pytest.param(12, False, 6, id="12 rows of one rank"),
+        pytest.param(7, False, 7, id="a prime share"),
+    ],
+)
+def test_plan_chooses_the_micro_batch(batch, packing, expected):
+    plan = make_plan(job(training={"globalBatchSize": batch, "packing": packing}))
+    assert plan.micro_batch_size == expected
+    assert plan.gradient_accumulation_steps * expected * plan.world_size == batch
+
+
+def test_plan_refuses_a_batch_that_ranks_cannot_share_and_names_the_next_ones():
+    uneven = job(
+        training={"globalBatchSize": 100, "microBatchSize": 4},
+        topology={"nodes": 2, "gpusPerNode": 8, "processesPerNode": None},
+    )
+    with pytest.raises(InvalidJobError) as refused:
+        make_plan(uneven)
+    assert str(refused.value) == (
+        "spec.training.globalBatchSize 100 is not a multiple of 64 "
+        "(2 nodes x 8 processes x micro-batch 4); use 64 or 128"
+    )
