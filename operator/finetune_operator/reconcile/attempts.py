@@ -1,6 +1,6 @@
-"""The attempts in a status: open, close, count, back off, open again, and what each has reported.
+"""The attempts in a status: opened, closed, counted, delayed by backoff, and their reports.
 
-At most one attempt is open, it is the newest, and its number only grows.
+At most one attempt is open. It is the newest, and attempt numbers only grow.
 """
 
 from collections.abc import Sequence
@@ -47,10 +47,10 @@ def current(status: FineTuneJobStatus) -> AttemptStatus | None:
 
 
 def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
-    """Return the status with the next attempt opened; nothing is submitted yet.
+    """Return the status with the next attempt opened; the caller submits it later.
 
-    One that is open already, as it was never created, is opened anew: its time counts from now, and
-    what it was told before does not hold any more.
+    An attempt that is already open was never created. It is reopened: its time counts from now, and
+    an earlier deadline for its stop is dropped.
     """
     if current(status) is not None:
         return change_current(status, start_time=rfc3339(now), stop_deadline=None)
@@ -70,9 +70,9 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
 def stop(
     status: FineTuneJobStatus, grace_seconds: float, now: datetime
 ) -> tuple[FineTuneJobStatus, datetime]:
-    """Return the status with when the open attempt is killed, and that time.
+    """Return the status with the time at which the open attempt is killed, and that time.
 
-    A grace counts from when the attempt was first asked to stop; a later one only shortens it.
+    The grace period counts from the first request to stop; a later request can only shorten it.
     """
     attempt, until = current(status), now + timedelta(seconds=grace_seconds)
     until = until.replace(microsecond=0)
@@ -82,7 +82,7 @@ def stop(
 
 
 def with_handle(status: FineTuneJobStatus, handle: Handle) -> FineTuneJobStatus:
-    """Return the status with what names the open attempt."""
+    """Return the status with the reference to the open attempt."""
     ref = BackendRef(kind=handle.kind, name=handle.name, uid=handle.uid, url=handle.url)
     if handle.digest:
         status = change_current(status, digest=handle.digest)
@@ -99,8 +99,8 @@ def handle_of(status: FineTuneJobStatus) -> Handle | None:
 
 
 def with_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
-    """Return the status with what was planned for the next attempt."""
-    chosen = PlanStatus(
+    """Return the status with the plan of the next attempt."""
+    planned = PlanStatus(
         strategy=plan.strategy.value,
         precision=plan.precision.value,
         micro_batch_size=plan.micro_batch_size,
@@ -108,7 +108,7 @@ def with_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
         reasons=list(plan.reasons),
     )
     nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
-    return status.model_copy(update={"plan": chosen, "nodes": nodes})
+    return status.model_copy(update={"plan": planned, "nodes": nodes})
 
 
 def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:
@@ -118,7 +118,7 @@ def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobSt
 
 
 def with_facts(status: FineTuneJobStatus, seen: Observation) -> FineTuneJobStatus:
-    """Return the status with how many nodes of the open attempt run, and how often it was moved."""
+    """Return the status with the open attempt's number of running nodes and of disruptions."""
     if seen.nodes_ready != status.nodes.ready:
         ready = status.nodes.model_copy(update={"ready": seen.nodes_ready})
         status = status.model_copy(update={"nodes": ready})
@@ -145,12 +145,12 @@ def close(
 
 @dataclass(frozen=True)
 class Budget:
-    """What the restart policy leaves.
+    """Outcome of counting a restart against the restart policy.
 
     Attributes:
         restarts: The counters after this restart.
-        exceeded: Why no restart is left; None when there is one.
-        message: The sentence that goes with `exceeded`.
+        exceeded: Reason why no restart is allowed; None if it is allowed.
+        message: Message for the reason `exceeded`.
     """
 
     restarts: Restarts
@@ -159,7 +159,7 @@ class Budget:
 
 
 def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> Budget:
-    """Count one restart, free or not, against its own limit."""
+    """Count a restart, free or counted, against its own limit."""
     if action is RestartAction.RESTART_FREE:
         limit = policy.max_disruptions
         if limit is not None and restarts.disruptions >= limit:
@@ -173,10 +173,10 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
 
 
 def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime | None:
-    """Return when the next attempt may start; None when there is nothing to wait for.
+    """Return when the next attempt may start; None if it may start now.
 
-    A counted restart waits, and one after a failure of the service: base seconds after the first,
-    doubled with each, at most max.
+    Counted restarts, and restarts after a failure of the service, wait: `baseSeconds` before the
+    first restart, twice as long before each further restart, at most `maxSeconds`.
     """
     last = status.attempts[-1] if status.attempts else None
     if last is None or last.end_time is None:
@@ -194,13 +194,13 @@ def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime
 
 
 def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
-    """Return the status of a failed job as one that may go on, with its restart budget renewed.
+    """Return the status of a failed job as resumable, with a new restart budget.
 
-    Only a person asks for this, by running the job again; `decide` never does. The next attempt
-    has the next number, and a deadline counts from now.
+    Only a user who runs the job again causes this; `decide` never does. The next attempt has the
+    next number, and deadlines count from now.
     """
-    ends = {ConditionType.FAILED, ConditionType.SUSPENDED}
-    conditions: Sequence[Condition] = [c for c in status.conditions if c.type not in ends]
+    removed = {ConditionType.FAILED, ConditionType.SUSPENDED}
+    conditions: Sequence[Condition] = [c for c in status.conditions if c.type not in removed]
     resumed = Condition(
         type=ConditionType.SUSPENDED,
         status="False",
@@ -217,7 +217,7 @@ def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
 
 
 def active_since(status: FineTuneJobStatus) -> datetime | None:
-    """Return when the job's life began: its first attempt, or its last resumption if later."""
+    """Return when the active time began: the first attempt, or the last resumption if later."""
     if status.start_time is None:
         return None
     started = parse_rfc3339(status.start_time)
@@ -228,7 +228,7 @@ def active_since(status: FineTuneJobStatus) -> datetime | None:
 
 
 def progress_due_at(status: FineTuneJobStatus, spec: FineTuneJobSpec) -> datetime | None:
-    """Return when progress may be written again; None when it was never written."""
+    """Return when progress may be written again; None if it was never written."""
     if status.progress is None or status.progress.last_update_time is None:
         return None
     interval = timedelta(seconds=spec.observability.status_interval_seconds)
@@ -236,48 +236,52 @@ def progress_due_at(status: FineTuneJobStatus, spec: FineTuneJobSpec) -> datetim
 
 
 def with_progress(
-    status: FineTuneJobStatus, said: Progress, checkpoints: str, now: datetime
+    status: FineTuneJobStatus, report: Progress, checkpoints: str, now: datetime
 ) -> FineTuneJobStatus:
-    """Return the status with what rank 0 of the newest attempt said; unchanged if it is no news.
+    """Return the status with a report of rank 0 of the newest attempt.
+
+    The status is unchanged if the report has no new values.
 
     Args:
-        status: As it was.
-        said: What it said.
-        checkpoints: As in an `Observation`.
+        status: The current status.
+        report: The progress that rank 0 reported.
+        checkpoints: Folder of the checkpoints, as in an `Observation`.
         now: The time, with a zone.
     """
-    news = _progress(said)
+    new = _progress(report)
     old = status.progress
-    if old is None or old.model_copy(update={"last_update_time": None}) != news:
-        news = news.model_copy(update={"last_update_time": rfc3339(now)})
-        status = status.model_copy(update={"progress": news})
-    status = status.model_copy(update={"checkpoint": _ledger(status.checkpoint, said, checkpoints)})
-    if said.resumed_step is not None:
-        status = change_current(status, resumed_step=said.resumed_step)
+    if old is None or old.model_copy(update={"last_update_time": None}) != new:
+        new = new.model_copy(update={"last_update_time": rfc3339(now)})
+        status = status.model_copy(update={"progress": new})
+    status = status.model_copy(
+        update={"checkpoint": _ledger(status.checkpoint, report, checkpoints)}
+    )
+    if report.resumed_step is not None:
+        status = change_current(status, resumed_step=report.resumed_step)
     return status
 
 
-def _progress(said: Progress) -> ProgressStatus:
-    """Return it without digits that mean nothing, as `kubectl get` prints every one there is."""
+def _progress(report: Progress) -> ProgressStatus:
+    """Return the progress rounded to 5 significant digits: `kubectl get` prints all digits."""
     return ProgressStatus(
-        step=said.step,
-        total_steps=said.total_steps,
-        epoch=float(f"{said.epoch:.5g}"),
-        loss=_short(said.loss),
-        eval_loss=_short(said.eval_loss),
-        tokens_per_second=_short(said.tokens_per_second),
-        eta_seconds=None if said.eta_seconds is None else float(round(said.eta_seconds)),
+        step=report.step,
+        total_steps=report.total_steps,
+        epoch=float(f"{report.epoch:.5g}"),
+        loss=_rounded(report.loss),
+        eval_loss=_rounded(report.eval_loss),
+        tokens_per_second=_rounded(report.tokens_per_second),
+        eta_seconds=None if report.eta_seconds is None else float(round(report.eta_seconds)),
     )
 
 
-def _short(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _ledger(ledger: CheckpointLedger, said: Progress, folder: str) -> CheckpointLedger:
+def _ledger(ledger: CheckpointLedger, report: Progress, folder: str) -> CheckpointLedger:
     """Retain the previous checkpoints if an attempt has not saved yet."""
-    last = _entry(said.checkpoint, folder) if said.checkpoint else ledger.last
-    best = _entry(said.best_checkpoint, folder) if said.best_checkpoint else ledger.best
+    last = _entry(report.checkpoint, folder) if report.checkpoint else ledger.last
+    best = _entry(report.best_checkpoint, folder) if report.best_checkpoint else ledger.best
     return CheckpointLedger(last=last, best=best)
 
 

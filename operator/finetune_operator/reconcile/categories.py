@@ -1,4 +1,4 @@
-"""What a job's time goes into, as its status and the phase of rank 0 say it. Pure."""
+"""Categories of a job's time, by its status and the phase of rank 0. Pure."""
 
 from enum import StrEnum
 
@@ -14,7 +14,7 @@ from finetune_operator.reconcile.conditions import (
 
 
 class Category(StrEnum):
-    """What a moment of a job belongs to; each to exactly one."""
+    """The category of a moment of a job; each moment has exactly one."""
 
     QUEUED = "queued"
     PROVISIONING = "provisioning"
@@ -31,14 +31,16 @@ class Category(StrEnum):
 
 
 def category_of(status: FineTuneJobStatus) -> Category | None:
-    """Return what the time of an unfinished job goes into by its status.
+    """Return the category of an unfinished job by its status.
 
-    None where rank 0 knows more: its attempt trains, or is being stopped after it did.
+    Returns:
+        The category. None if the report of rank 0 decides: the attempt trains, or is being stopped
+        after it has trained.
     """
     if attempts.current(status) is None:
         return _between_attempts(status)
     if is_true(status, ConditionType.SUSPENDED):
-        return Category.SUSPENDED  # it was resumed, and cannot go on yet
+        return Category.SUSPENDED  # the job was resumed, but its next attempt cannot start yet
     if status.phase is JobPhase.QUEUED:
         return Category.QUEUED
     if is_true(status, ConditionType.RUNNING):
@@ -56,23 +58,23 @@ def _between_attempts(status: FineTuneJobStatus) -> Category:
     if is_true(status, ConditionType.SUSPENDED):
         return Category.SUSPENDED
     if status.phase is JobPhase.DELETING or is_true(status, ConditionType.STALLED):
-        return Category.OTHER  # nothing is done before somebody fixes something
+        return Category.OTHER  # the job waits for a fix by a user
     return Category.RESTARTING if status.attempt else Category.QUEUED
 
 
 def is_recovering(status: FineTuneJobStatus) -> bool:
-    """Say whether the newest attempt has failed, or follows one that has."""
+    """Whether the newest attempt has failed, or follows a failed attempt."""
     return has_failed(status) or (status.attempt > 1 and not follows_suspension(status))
 
 
 def has_failed(status: FineTuneJobStatus) -> bool:
-    """Say whether the open attempt has failed, though something of it lives."""
+    """Whether the open attempt has failed, although some of its processes still run."""
     ready = find(status, ConditionType.RESOURCES_READY)
     return ready is not None and ready.reason == Reason.RESTARTING
 
 
 def follows_suspension(status: FineTuneJobStatus) -> bool:
-    """Say whether the newest attempt was opened because the job was resumed."""
+    """Whether the newest attempt was opened because the job was resumed."""
     resumed = find(status, ConditionType.SUSPENDED)
     if resumed is None or resumed.reason != Reason.RESUMED or len(status.attempts) < 2:
         return False

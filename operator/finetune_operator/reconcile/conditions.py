@@ -1,7 +1,7 @@
-"""Conditions of a FineTuneJob: their types, their reasons, and what each stage of a job says.
+"""Conditions of a FineTuneJob: types, reasons, and the conditions of each stage of a job.
 
-`decide` names the stage a job is in; the table here turns it into the phase and the conditions.
-Reasons stand here and nowhere else.
+`decide` determines the stage of a job; the table here maps it to the phase and the conditions.
+All reasons are defined here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from finetune_operator.backends.base import Effect, Obstacle
 
 
 class ConditionType(StrEnum):
-    """Every condition a FineTuneJob can carry."""
+    """The condition types of a FineTuneJob."""
 
     ACCEPTED = "Accepted"
     ADMITTED = "Admitted"
@@ -30,7 +30,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Every reason a condition gives, besides the failure classes of the trainer."""
+    """The reasons of conditions, besides the failure classes of the trainer."""
 
     ACCEPTED = "Accepted"
     ADMITTED = "Admitted"
@@ -59,35 +59,35 @@ class Reason(StrEnum):
 
 
 class Stage(StrEnum):
-    """Where a job stands; each one has a row in the table below."""
+    """Stage of a job; each has a row in the table below."""
 
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDING = "Suspending"
-    ENDING = "Ending"  # being stopped because a deadline has passed
+    ENDING = "Ending"  # a deadline has passed, and the attempt is being stopped
     SUSPENDED = "Suspended"
-    RESUMING = "Resuming"  # suspended no more, and its next attempt cannot be created yet
+    RESUMING = "Resuming"  # no longer suspended, but the next attempt cannot be created yet
     COMPLETE = "Complete"
     FAILED = "Failed"
-    REFUSED = "Refused"  # no attempt can be made of it, until somebody fixes the cause
-    BLOCKED = "Blocked"  # its attempt cannot be created, until somebody fixes the cause
-    OVERRULED = "Overruled"  # being stopped because somebody else wrote that it is finished
-    ABANDONED = "Abandoned"  # stopped for that
-    DELETING = "Deleting"  # it is being deleted, and its attempt stopped
-    DELETED = "Deleted"  # ... and nothing of it runs: finalizers of others keep it
-    HELD = "Held"  # its spec cannot be read, and its attempt is left as it is until then
+    REFUSED = "Refused"  # no attempt is possible until a user fixes the cause
+    BLOCKED = "Blocked"  # the attempt cannot be created until a user fixes the cause
+    OVERRULED = "Overruled"  # another writer marked the job as finished; its attempt is stopping
+    ABANDONED = "Abandoned"  # another writer marked the job as finished; its attempt has stopped
+    DELETING = "Deleting"  # the job is being deleted, and its attempt is being stopped
+    DELETED = "Deleted"  # the job is being deleted, and no attempt runs: a finalizer remains
+    HELD = "Held"  # the spec cannot be read; until it can, the attempt is left alone
 
 
 @dataclass(frozen=True)
 class _Row:
-    phase: JobPhase | None  # None for the one it had
-    says: Mapping[ConditionType, bool]
+    phase: JobPhase | None  # None: the phase is unchanged
+    truth: Mapping[ConditionType, bool]
 
 
 _T = ConditionType
-# A type that a row leaves out keeps what it said before: while a job is being stopped its
-# processes still run, and `Running` changes only once they are known to be gone.
+# Types that a row omits are unchanged: while a job is being stopped its processes still run, and
+# `Running` changes only once they are known to be gone.
 _TABLE: Mapping[Stage, _Row] = {
     Stage.STARTING: _Row(
         JobPhase.STARTING,
@@ -113,7 +113,7 @@ _TABLE: Mapping[Stage, _Row] = {
             _T.RESOURCES_READY: False,
             _T.RUNNING: False,
             _T.SUSPENDED: True,
-            _T.READY: True,  # as its spec asks for: who waits for a suspended job has waited enough
+            _T.READY: True,  # the spec is satisfied, so that a wait for a suspended job ends
             _T.RECONCILING: False,
         },
     ),
@@ -195,15 +195,18 @@ _TABLE: Mapping[Stage, _Row] = {
 
 @dataclass(frozen=True)
 class Situation:
-    """A stage with what is to be said about it.
+    """A stage, with the reason and message of its conditions.
 
     Attributes:
-        reason: One CamelCase word: a `Reason`, or a failure class of the trainer.
-        message: One sentence; must not depend on the time, else every reconcile writes it anew.
-        exists: Whether the attempt was seen: unless `reason` is Queued, no queue keeps it.
-        meanwhile: What happens until then, which Ready and Reconciling say besides.
-        obstacle: What is in the way; one that stalls the job says so whatever its stage.
-        suspended: What a job that stays suspended says of that, where its stage does not.
+        reason: A CamelCase word: a `Reason`, or a failure class of the trainer.
+        message: A sentence that must not depend on the time: every reconcile would rewrite it.
+        exists: Whether the attempt was observed. Unless `reason` is Queued, the queue has then
+            admitted it.
+        meanwhile: What the attempt does until then; appended to the message of Ready and
+            Reconciling.
+        obstacle: The obstacle to the attempt; an obstacle that stalls the job sets Stalled in any
+            stage.
+        suspended: Message of Suspended for a job that remains suspended in a stage without it.
     """
 
     stage: Stage
@@ -215,28 +218,28 @@ class Situation:
     suspended: str = ""
 
     def has(self, effect: Effect) -> bool:
-        """Say whether what is in the way has this effect."""
+        """Whether the obstacle has this effect."""
         return self.obstacle is not None and self.obstacle.effect is effect
 
 
 def stage_of_start(attempt: int) -> Stage:
-    """Return the stage of a job whose attempt of that number does not train yet."""
+    """Return the stage of a job whose attempt with this number does not train yet."""
     return Stage.STARTING if attempt == 1 else Stage.RESTARTING
 
 
 def starting(attempt: int) -> Situation:
-    """Return the situation of a job whose attempt of that number begins."""
+    """Return the situation of a job whose attempt with this number starts."""
     text = f"attempt {attempt} is starting"
     return Situation(stage_of_start(attempt), Reason.PROVISIONING, text)
 
 
 def rfc3339(moment: datetime) -> str:
-    """Return the moment as the API server writes times: UTC, whole seconds, `Z`."""
+    """Return a time in the format of the API server: UTC, whole seconds, `Z`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parse_rfc3339(text: str) -> datetime:
-    """Return the moment that `rfc3339` wrote down."""
+    """Parse a time in the format of `rfc3339`."""
     return datetime.fromisoformat(text)
 
 
@@ -246,53 +249,53 @@ def find(status: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
 
 
 def is_true(status: FineTuneJobStatus, kind: ConditionType) -> bool:
-    """Say whether the condition is there and True."""
+    """Whether the condition exists and is True."""
     found = find(status, kind)
     return found is not None and found.status == "True"
 
 
 def is_finished(status: FineTuneJobStatus) -> bool:
-    """Say whether the job is Complete or Failed, which is final."""
+    """Whether the job is Complete or Failed, which is final."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
 def is_settled(status: FineTuneJobStatus) -> bool:
-    """Say whether nothing happens any more by itself: Complete, Failed or Suspended."""
+    """Whether the job changes only if a user acts: it is Complete, Failed or Suspended."""
     return is_finished(status) or is_true(status, ConditionType.SUSPENDED)
 
 
 def set_condition(
     conditions: Iterable[Condition], new: Condition, now: datetime
 ) -> list[Condition]:
-    """Put `new` in the place of the condition of its type, or at the end.
+    """Replace the condition of the same type by `new`, or append `new`.
 
-    `lastTransitionTime` is `now` where the status changed, else it is kept.
+    `lastTransitionTime` is `now` if the status changed; otherwise it is unchanged.
     """
-    made = list(conditions)
-    for place, old in enumerate(made):
+    result = list(conditions)
+    for index, old in enumerate(result):
         if old.type == new.type:
-            kept = old.last_transition_time if old.status == new.status else None
-            made[place] = new.model_copy(update={"last_transition_time": kept or rfc3339(now)})
-            return made
-    return [*made, new.model_copy(update={"last_transition_time": rfc3339(now)})]
+            since = old.last_transition_time if old.status == new.status else None
+            result[index] = new.model_copy(update={"last_transition_time": since or rfc3339(now)})
+            return result
+    return [*result, new.model_copy(update={"last_transition_time": rfc3339(now)})]
 
 
-def _gist(one: Condition) -> tuple[object, ...]:
-    """Return what a condition says, apart from its type and its time."""
-    return (one.status, one.reason, one.message, one.observed_generation)
+def _content(condition: Condition) -> tuple[object, ...]:
+    """Return the fields of a condition except its type and its time."""
+    return (condition.status, condition.reason, condition.message, condition.observed_generation)
 
 
-_IS_TOLD_MORE = frozenset({ConditionType.READY, ConditionType.RECONCILING})
-_IS_DELETED = frozenset({Stage.DELETING, Stage.DELETED})
-_GOES_ON = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
+_WITH_MEANWHILE = frozenset({ConditionType.READY, ConditionType.RECONCILING})
+_BEING_DELETED = frozenset({Stage.DELETING, Stage.DELETED})
+_ACTIVE = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
 
 
 def _admission(
     admitted: Condition | None, situation: Situation, *, has_queue: bool
 ) -> tuple[bool, str, str] | None:
-    """Return what Admitted is to say; None for what it says already, or for nothing.
+    """Return status, reason and message of Admitted; None to leave the condition unchanged.
 
-    A job without `spec.queue` may be queued, too: a cluster may name a queue for all jobs.
+    A job without `spec.queue` may be queued, too: a cluster may set a default queue for all jobs.
     """
     if situation.has(Effect.QUEUED):
         return False, Reason.QUEUED, situation.message
@@ -316,58 +319,58 @@ def describe(
     """Return the status with the phase and the conditions of `situation`.
 
     Args:
-        status: As it was.
-        situation: What is to be said.
+        status: The current status.
+        situation: The situation of the job.
         now: Time with a zone.
-        generation: Of the spec that was reconciled.
+        generation: Generation of the spec that was reconciled.
         has_queue: Whether the spec names a queue.
     """
     row = _TABLE[situation.stage]
-    conditions = {one.type: one for one in status.conditions}
+    conditions = {condition.type: condition for condition in status.conditions}
 
-    def say(kind: ConditionType, value: bool, reason: str, message: str) -> None:
-        old, now_says = conditions.get(kind), str(value)
-        if old is not None and _gist(old) == (now_says, reason, message, generation):
+    def put(kind: ConditionType, value: bool, reason: str, message: str) -> None:
+        old, new_status = conditions.get(kind), str(value)
+        if old is not None and _content(old) == (new_status, reason, message, generation):
             return
-        since = old.last_transition_time if old is not None and old.status == now_says else None
+        since = old.last_transition_time if old is not None and old.status == new_status else None
         conditions[kind] = Condition(
             type=kind,
-            status=now_says,
+            status=new_status,
             reason=reason,
             message=message,
             last_transition_time=since or rfc3339(now),
             observed_generation=generation,
         )
 
-    is_judged = situation.stage not in _IS_DELETED  # else nobody asks any more
-    is_accepted = ConditionType.ACCEPTED in row.says or is_true(status, ConditionType.ACCEPTED)
+    is_judged = situation.stage not in _BEING_DELETED  # a deleted job needs no admission
+    is_accepted = ConditionType.ACCEPTED in row.truth or is_true(status, ConditionType.ACCEPTED)
     if is_judged and not is_accepted:
-        say(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
-    if is_judged and row.says.get(ConditionType.ACCEPTED, True):
+        put(ConditionType.ACCEPTED, True, Reason.ACCEPTED, "the spec is valid")
+    if is_judged and row.truth.get(ConditionType.ACCEPTED, True):
         admitted = find(status, ConditionType.ADMITTED)
         if (admission := _admission(admitted, situation, has_queue=has_queue)) is not None:
-            say(ConditionType.ADMITTED, *admission)
-    for kind, value in row.says.items():
+            put(ConditionType.ADMITTED, *admission)
+    for kind, value in row.truth.items():
         has_resources = (
             kind is ConditionType.RESOURCES_READY and situation.reason == Reason.STARTING
         )
         text = situation.message
-        if situation.meanwhile and kind in _IS_TOLD_MORE:
+        if situation.meanwhile and kind in _WITH_MEANWHILE:
             text = f"{text}; {situation.meanwhile}"
-        say(kind, value or has_resources, situation.reason, text)
-    if ConditionType.STALLED not in row.says:
-        one = situation.obstacle if situation.has(Effect.STALLED) else None
-        about = one or situation
-        say(ConditionType.STALLED, one is not None, about.reason, about.message)
+        put(kind, value or has_resources, situation.reason, text)
+    if ConditionType.STALLED not in row.truth:
+        obstacle = situation.obstacle if situation.has(Effect.STALLED) else None
+        source = obstacle or situation
+        put(ConditionType.STALLED, obstacle is not None, source.reason, source.message)
     if situation.suspended:
-        say(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, situation.suspended)
+        put(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, situation.suspended)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None
-    if was_suspended and situation.stage in _GOES_ON:
-        say(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")
+    if was_suspended and situation.stage in _ACTIVE:
+        put(ConditionType.SUSPENDED, False, Reason.RESUMED, "spec.suspend is false")
     if (last := status.checkpoint.last) is not None:
         text = f"the newest committed checkpoint is of step {last.step}"
-        say(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
-    waits = situation.has(Effect.QUEUED) and situation.stage in _GOES_ON
+        put(ConditionType.CHECKPOINT_READY, True, Reason.COMMITTED, text)
+    waits = situation.has(Effect.QUEUED) and situation.stage in _ACTIVE
     return status.model_copy(
         update={
             "phase": JobPhase.QUEUED if waits else row.phase or status.phase,

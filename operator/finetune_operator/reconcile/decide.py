@@ -1,9 +1,9 @@
-"""Decide what to do about one job: a pure function of the resource, what is seen, and the time.
+"""Decide the next actions for a job: a pure function of the resource, observation and time.
 
-The operator's kernel calls it; it does nothing itself. The caller saves `Decision.status`, then
-acts. A crash between the two is harmless: an attempt is opened in the status before it is
-submitted, submitting is idempotent, and `Cancel` and `Collect` are decided again until they have
-had their effect. What a living attempt is to do stands in `during`.
+The kernel calls `decide`, which has no effect by itself: the kernel saves `Decision.status`, then
+executes the actions. A crash between the two is harmless: an attempt is opened in the status before
+it is submitted, submitting is idempotent, and `Cancel` and `Collect` are decided again until they
+have taken effect. The course of a running attempt is decided in `during`.
 """
 
 from dataclasses import dataclass, replace
@@ -33,24 +33,24 @@ from finetune_operator.reconcile.during import is_suspending
 from finetune_trainer.config import FailureClass, Termination
 
 RECHECK_SECONDS = 30.0
-"""How often to check whether what keeps a job from starting is fixed."""
+"""Interval of checks whether the cause that prevents a start is fixed."""
 
 PATIENCE_SECONDS = 5.0
-"""What may pass by itself is not reported before it has lasted so long."""
+"""Failures to create an attempt that may be temporary are reported after this time."""
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Submit attempt `number`, or adopt it; afterwards put its handle into `status.backendRef`."""
+    """Submit or adopt attempt `number`, then store its handle in `status.backendRef`."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Find:
-    """Find attempt `number` by its name before its job fails, as it may exist unheard of.
+    """Find attempt `number` by its name before the job fails, because it may exist unobserved.
 
-    Where nothing of it exists, decide again with a `SubmitFailed` that says so.
+    If it does not exist, decide again with a `SubmitFailed` whose `is_absent` is true.
     """
 
     number: int
@@ -58,14 +58,14 @@ class Find:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Ask the current attempt to stop; what is left of it is killed at `until`."""
+    """Stop the current attempt; its remaining processes are killed at `until`."""
 
     until: datetime
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Ask what was exported and put it into `status.artifacts`, before the status is saved."""
+    """Get the exported artifacts and store them in `status.artifacts` before saving the status."""
 
 
 Action = Submit | Find | Cancel | Collect
@@ -74,12 +74,12 @@ SomeAction = TypeVar("SomeAction", Submit, Find, Cancel, Collect)
 
 @dataclass(frozen=True)
 class SubmitFailed:
-    """The newest try to create the open attempt has failed.
+    """The latest try to create the open attempt has failed.
 
     Attributes:
-        message: Why, in one sentence.
-        is_absent: It was searched for, and nothing of it exists.
-        needs_fix: It is of no use to try again before somebody fixes the cause.
+        message: The cause, in one sentence.
+        is_absent: A search has confirmed that the attempt does not exist.
+        needs_fix: Retries are useless until a user fixes the cause.
     """
 
     message: str
@@ -88,16 +88,16 @@ class SubmitFailed:
 
 
 Seen = Observation | SubmitFailed | None
-"""Of the open attempt; None where there is none, or nobody knows whether it exists."""
+"""Observation of the open attempt; None without an open attempt, or if its existence is unknown."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why no attempt can be made of a job as it is; takes the place of its plan.
+    """The reason why the job in its current form allows no attempt; given instead of its plan.
 
     Attributes:
-        reason: One CamelCase word for the condition Accepted.
-        message: What is wrong, starting with the field's path, and what to do.
+        reason: A CamelCase word for the condition Accepted.
+        message: The problem, starting with the path of the field, and the remedy.
     """
 
     reason: str
@@ -106,12 +106,12 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do about a job now.
+    """The next actions for a job.
 
     Attributes:
-        actions: In this order; empty when there is nothing to do.
-        status: What to save if it differs from the status that went in.
-        requeue_seconds: Decide again after so long though nothing happened; None for never.
+        actions: Actions in the order of their execution; may be empty.
+        status: The status to save if it differs from the current status.
+        requeue_seconds: Delay of the next decision if no event occurs; None for no delay.
     """
 
     actions: tuple[Action, ...]
@@ -120,12 +120,12 @@ class Decision:
 
     def action(self, kind: type[SomeAction]) -> SomeAction | None:
         """Return the action of that kind, if it was decided."""
-        return next((one for one in self.actions if isinstance(one, kind)), None)
+        return next((action for action in self.actions if isinstance(action, kind)), None)
 
 
 @dataclass(frozen=True)
 class _View:
-    """What every part of a decision reads; `status` is the one being built."""
+    """The input that all parts of a decision read; `before` is the status before the decision."""
 
     spec: FineTuneJobSpec
     generation: int
@@ -140,7 +140,7 @@ class _View:
         *actions: Action,
         requeue: float | None = None,
     ) -> Decision:
-        """Say what the situation is and what follows from it."""
+        """Return the decision for a situation."""
         return Decision(actions, self.described(status, situation), requeue)
 
     def described(self, status: FineTuneJobStatus, situation: Situation) -> FineTuneJobStatus:
@@ -152,14 +152,14 @@ class _View:
 
 
 def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) -> Decision:
-    """Return what to do about `job` now; the same input gives the same answer.
+    """Return the next actions for `job`; the same input gives the same decision.
 
     Args:
         job: The resource with its status.
-        seen: What is seen of its open attempt, or how the last try to create that has failed.
+        seen: Observation of its open attempt, or the failure of the last try to create it.
         now: Time with a zone.
-        plan: The job's plan, or why no attempt can be made of it now. It decides only where an
-            attempt is to be opened: one that is open goes on as it was planned.
+        plan: The plan of the job, or why it allows no attempt now. Only opening an attempt depends
+            on it: an open attempt continues as planned.
     """
     view = _View(job.spec, job.metadata.generation, job.status, now, plan)
     status, attempt = job.status, attempts.current(job.status)
@@ -168,8 +168,8 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
     if is_finished(status) and attempt is not None:
         return _overruled(view, attempt, seen)
     if is_finished(status):
-        noted = status.model_copy(update={"observed_generation": job.metadata.generation})
-        return Decision((), noted, None)
+        observed = status.model_copy(update={"observed_generation": job.metadata.generation})
+        return Decision((), observed, None)
     if attempt is None or (status.backend_ref is None and seen is not None and seen.all_gone):
         return _between_attempts(view, status)
     if seen is None:
@@ -179,14 +179,14 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
         return Decision((Submit(attempt.number),), status, None)
     if seen.phase is not AttemptPhase.UNKNOWN:
         status = attempts.with_facts(status, seen)
-    if _is_over(seen):
+    if _is_terminated(seen):
         return _after_attempt(view, status, seen)
     return _during_attempt(view, status, attempt, seen)
 
 
-def _is_over(observation: Observation) -> bool:
-    ended = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
-    return observation.all_gone and observation.phase in ended
+def _is_terminated(observation: Observation) -> bool:
+    final = (AttemptPhase.SUCCEEDED, AttemptPhase.FAILED, AttemptPhase.UNKNOWN)
+    return observation.all_gone and observation.phase in final
 
 
 def unreconcilable(
@@ -196,16 +196,16 @@ def unreconcilable(
     generation: int,
     until: str = "the spec can be read",
 ) -> FineTuneJobStatus:
-    """Return the status of a job about which nothing can be done, as it cannot be read or seen.
+    """Return the status of a job that cannot be reconciled: unreadable, or not observable.
 
-    An open attempt is described as it was seen last, unless its job was suspended before that.
+    An open attempt is described by its last observation, unless the job was suspended before.
 
     Args:
-        status: The status it has.
-        rejection: Why.
+        status: The current status.
+        rejection: Why the job cannot be reconciled.
         now: Time with a zone.
-        generation: Of the job.
-        until: What must come first, as the end of a sentence.
+        generation: Generation of the job.
+        until: End of the sentence: the precondition for reconciling the job.
     """
     attempt = attempts.current(status)
     if is_finished(status):
@@ -221,10 +221,10 @@ def unreconcilable(
 
 
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
-    """Nothing of the job lives: suspend, fail, wait, or open the next attempt.
+    """Suspend, fail, wait, or open the next attempt of a job without a running attempt.
 
-    An attempt that was opened and never created stays open, as its creation may yet be carried out:
-    under its number it is found again, and stopped.
+    An attempt that was opened but never created remains open, because its creation may still be
+    executed: by its number it can be found and stopped.
     """
     status = status.model_copy(update={"nodes": _without_nodes(status)})
     if isinstance(view.plan, Rejection):
@@ -265,19 +265,19 @@ def _why_suspended(view: _View, status: FineTuneJobStatus) -> str:
 
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
-    """Every process of the attempt is gone: close it, and decide what follows."""
+    """Close an attempt without remaining processes, and decide the next step."""
     termination = failures.verdict(observation)
-    said = termination.progress or observation.progress
-    if said is not None:
-        status = attempts.with_progress(status, said, observation.checkpoints, view.now)
+    report = termination.progress or observation.progress
+    if report is not None:
+        status = attempts.with_progress(status, report, observation.checkpoints, view.now)
     status = attempts.close(status, termination, observation.node, view.now)
     if termination.failure_class is FailureClass.COMPLETED:
         return _complete(view, status, termination)
     if (reason := during.ending_for(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or is_suspending(view.before):
-        # What ends because it was asked to is not a fault of the job, unless it says that it
-        # would meet the same fault again.
+        # The end of an attempt after a request to stop is not a failure of the job, unless the
+        # failure is permanent.
         if termination.failure_class in failures.PERMANENT:
             return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)
@@ -294,7 +294,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
 def _during_attempt(
     view: _View, status: FineTuneJobStatus, attempt: AttemptStatus, observation: Observation
 ) -> Decision:
-    """Stop, await or watch an attempt of which at least a part lives."""
+    """Stop, await or watch an attempt with remaining processes."""
     course = during.follow(view.spec, status, attempt, observation, view.now)
     if course.situation is None:
         return Decision((), status, course.requeue_seconds)
@@ -308,19 +308,19 @@ def _during_attempt(
 def _with_progress(
     view: _View, status: FineTuneJobStatus, situation: Situation, observation: Observation
 ) -> FineTuneJobStatus:
-    """Take over progress when the phase changes, else at most once per status interval.
+    """Record progress when the phase changes, otherwise at most once per status interval.
 
-    Who holds the attempt back is told at once.
+    New suspects are recorded at once.
     """
-    said = observation.progress
-    if said is None:
+    report = observation.progress
+    if report is None:
         return status
     phase = view.described(status, situation).phase
     due = attempts.progress_due_at(status, view.spec)
     if phase == view.before.phase and due is not None and due > view.now:
-        return suspects.with_suspects(status, said)
-    status = suspects.with_suspects(status, said, is_due=True)
-    return attempts.with_progress(status, said, observation.checkpoints, view.now)
+        return suspects.with_suspects(status, report)
+    status = suspects.with_suspects(status, report, is_due=True)
+    return attempts.with_progress(status, report, observation.checkpoints, view.now)
 
 
 def _not_created(
@@ -353,17 +353,18 @@ def _not_created(
 
 
 def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | None) -> Decision:
-    """Somebody else wrote that the job is finished while an attempt is open: end the attempt.
+    """Stop the open attempt of a job that another writer has marked as finished.
 
-    Final stays final, as whoever waited for it has gone on; all else is said as it is.
+    The mark is final, because clients that waited for it have continued. All other conditions
+    describe the facts.
     """
     kind, status = ConditionType.COMPLETE, view.before
     if not is_true(status, kind):
         kind = ConditionType.FAILED
-    said = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
-    if observation is not None and not _is_over(observation):
+    cause = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
+    if observation is not None and not _is_terminated(observation):
         saves = "stops" if view.spec.checkpoint.enabled is False else "saves a checkpoint and stops"
-        text = f"{said}; it {saves}"
+        text = f"{cause}; it {saves}"
         situation = Situation(Stage.OVERRULED, Reason.ENDED_BY_OTHERS, text)
         grace = float(view.spec.deadlines.termination_grace_seconds)
         status, until = attempts.stop(status, grace, view.now)
@@ -377,14 +378,14 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     status = attempts.close(status, termination, node, view.now)
     if termination.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
         return _complete(view, status, termination)
-    text = f"{said}; it was stopped before it was done"
+    text = f"{cause}; it was stopped before it was done"
     return _fail(view, status, Reason.ENDED_BY_OTHERS, text, stage=Stage.ABANDONED)
 
 
 def _complete(view: _View, status: FineTuneJobStatus, termination: Termination) -> Decision:
-    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status), "suspects": []}
+    final = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status), "suspects": []}
     situation = Situation(Stage.COMPLETE, Reason.COMPLETED, termination.message, exists=True)
-    return view.conclude(status.model_copy(update=ended), situation, Collect())
+    return view.conclude(status.model_copy(update=final), situation, Collect())
 
 
 def _without_nodes(status: FineTuneJobStatus) -> NodesStatus:
@@ -394,5 +395,5 @@ def _without_nodes(status: FineTuneJobStatus) -> NodesStatus:
 def _fail(
     view: _View, status: FineTuneJobStatus, reason: str, message: str, stage: Stage = Stage.FAILED
 ) -> Decision:
-    ended = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
-    return view.conclude(status.model_copy(update=ended), Situation(stage, reason, message))
+    final = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status)}
+    return view.conclude(status.model_copy(update=final), Situation(stage, reason, message))

@@ -1,6 +1,6 @@
-"""Decide what to do about a job that is being deleted: its attempt is stopped, its status says so.
+"""Decide the next actions for a job that is being deleted: stop its attempt, describe the deletion.
 
-Pure, as `decide` is, and called in its place: nothing follows on this attempt.
+Pure, and called instead of `decide`: no further attempt follows.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile import attempts, failures
 from finetune_operator.reconcile.conditions import Reason, Situation, Stage, describe
 from finetune_operator.reconcile.decide import Cancel, Decision
-from finetune_operator.reconcile.during import on_its_way
+from finetune_operator.reconcile.during import describe_stop
 
 ORPHAN = "orphan"
-"""Kubernetes' own finalizer of `--cascade=orphan`: what was made for the job shall stay."""
+"""Finalizer of `--cascade=orphan`: the dependents of the job are retained."""
 
 FOREGROUND = "foregroundDeletion"
-"""... and of `--cascade=foreground`: the job stays until what was made for it is gone."""
+"""Finalizer of `--cascade=foreground`: the job remains until its dependents are removed."""
 
 UNREADABLE_GRACE_SECONDS = 30.0
-_LOOK_AGAIN_SECONDS = 1.0
+_REQUEUE_SECONDS = 1.0
 
 
 def decide_deletion(
@@ -34,56 +34,56 @@ def decide_deletion(
     now: datetime,
     generation: int,
 ) -> Decision:
-    """Return what to do about a job that has a deletionTimestamp.
+    """Return the next actions for a job with a deletionTimestamp.
 
     Args:
-        status: What is known of it.
-        observation: Of its open attempt; None where there is none.
-        finalizers: What keeps it; without ours once nothing of the attempt is left.
-        spec: Its spec; None where that cannot be read.
+        status: The current status.
+        observation: Observation of the open attempt; None without an open attempt.
+        finalizers: Finalizers of the job; without ours once the attempt has no processes.
+        spec: Spec of the job; None if it cannot be read.
         now: Time with a zone.
-        generation: Of the job.
+        generation: Generation of the job.
     """
     attempt = attempts.current(status)
     grace = float(spec.deadlines.termination_grace_seconds) if spec else UNREADABLE_GRACE_SECONDS
     actions: tuple[Cancel, ...] = ()
-    again: float | None = None
-    stage, does = Stage.DELETED, "nothing of it runs"
+    requeue: float | None = None
+    stage, activity = Stage.DELETED, "nothing of it runs"
     if attempt is not None and observation is not None:
-        said = observation.progress
+        report = observation.progress
         if observation.all_gone:
             termination = failures.verdict(observation)
-            said = termination.progress or said
+            report = termination.progress or report
             status = attempts.close(status, termination, observation.node, now)
         else:
             saves = spec is None or spec.checkpoint.enabled is not False
-            does = on_its_way(status, attempt, observation, grace, saves=saves)
+            activity = describe_stop(status, attempt, observation, grace, saves=saves)
             stage = Stage.DELETING
             status, until = attempts.stop(status, grace, now)
             actions = (Cancel(until),)
-            again = observation.requeue_seconds or _LOOK_AGAIN_SECONDS
+            requeue = observation.requeue_seconds or _REQUEUE_SECONDS
         due = attempts.progress_due_at(status, spec) if spec and actions else None
-        if said is not None and (due is None or due <= now):
-            status = attempts.with_progress(status, said, observation.checkpoints, now)
+        if report is not None and (due is None or due <= now):
+            status = attempts.with_progress(status, report, observation.checkpoints, now)
     ready = observation.nodes_ready if observation is not None and actions else 0
     status = status.model_copy(update={"nodes": status.nodes.model_copy(update={"ready": ready})})
-    kept = [one for one in finalizers if one != FINALIZER or actions]
-    text = "; ".join([f"the job is being deleted: {does}", *_keeps(kept)])
+    remaining = [name for name in finalizers if name != FINALIZER or actions]
+    text = "; ".join([f"the job is being deleted: {activity}", *_blockers(remaining)])
     obstacle = observation.obstacle if observation is not None else None
     situation = Situation(stage, Reason.DELETING, text, obstacle=obstacle)
-    return Decision(actions, describe(status, situation, now, generation), again)
+    return Decision(actions, describe(status, situation, now, generation), requeue)
 
 
-def _keeps(finalizers: Sequence[str]) -> list[str]:
-    """Return what keeps the job, whoever it is."""
-    said = []
+def _blockers(finalizers: Sequence[str]) -> list[str]:
+    """Return a clause for each cause that delays the deletion."""
+    clauses = []
     if FINALIZER in finalizers:
-        said.append("it stays until that has ended")
+        clauses.append("it stays until that has ended")
     if FOREGROUND in finalizers:
-        said.append("it stays until what was made for it is gone (--cascade=foreground)")
-    foreign = [one for one in finalizers if one not in (FINALIZER, FOREGROUND)]
+        clauses.append("it stays until what was made for it is gone (--cascade=foreground)")
+    foreign = [name for name in finalizers if name not in (FINALIZER, FOREGROUND)]
     if foreign:
         names = ", ".join(foreign)
         whose = "that finalizer" if len(foreign) == 1 else "these finalizers"
-        said.append(f"{names} keeps it until whoever set {whose} takes it away")
-    return said
+        clauses.append(f"{names} keeps it until whoever set {whose} takes it away")
+    return clauses

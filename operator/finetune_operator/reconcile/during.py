@@ -1,7 +1,7 @@
-"""The open attempt: its deadlines, what it is to do, and what is to be said of it. Pure.
+"""The open attempt: deadlines, its next course, and the description of both. Pure.
 
-`decide` asks about an attempt of which a process is left or may be, and for the deadlines of one
-that is not created yet.
+`decide` calls it for an attempt with processes, possible processes included, and for the deadlines
+of an attempt that is not created yet.
 """
 
 from dataclasses import dataclass, replace
@@ -27,22 +27,22 @@ from finetune_operator.reconcile.conditions import (
 from finetune_trainer.config import ExitCode, Phase
 
 LOST_NODE_GRACE_SECONDS = 10.0
-"""What is left of a gang that lost a node gets no longer: it cannot take a checkpoint any more."""
+"""Grace period of a gang that has lost a node: it can no longer save a checkpoint."""
 
 _BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
-_IN_ORDER = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
+_ORDERLY_EXITS = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """One limit of a job.
+    """A deadline of a job.
 
     Attributes:
-        at: When it passes.
-        reason: What the job fails with then.
-        message: The sentence that goes with it.
-        obstacle: What was in the way until then, if that was reported.
+        at: Time of the deadline.
+        reason: Reason of the job's failure after the deadline.
+        message: Message of that failure.
+        obstacle: The obstacle until the deadline; empty if none was reported.
     """
 
     at: datetime
@@ -53,12 +53,12 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Course:
-    """How an attempt goes on.
+    """The next course of an attempt.
 
     Attributes:
-        situation: What is to be said; None where nothing new is known.
-        grace_seconds: Seconds it has to stop in; None to let it go on.
-        requeue_seconds: Decide again after so long though nothing happened; None for never.
+        situation: Situation of the job; None if it is unchanged.
+        grace_seconds: Seconds until the attempt has to be stopped; None if it continues.
+        requeue_seconds: Delay of the next decision if no event occurs; None for no delay.
     """
 
     situation: Situation | None
@@ -73,39 +73,39 @@ def follow(
     observation: Observation,
     now: datetime,
 ) -> Course:
-    """Return how an attempt goes on of which something lives.
+    """Return the next course of an attempt that has processes.
 
     Args:
-        spec: Of its job.
-        status: Of its job.
-        attempt: The open one.
-        observation: Of it.
+        spec: Spec of the job.
+        status: Status of the job.
+        attempt: The open attempt.
+        observation: Observation of the attempt.
         now: Time with a zone.
     """
     limits = _limits(spec.deadlines, status, observation, now)
     passed = next((limit for limit in limits if limit.at <= now), None)
-    waits = [(limit.at - now).total_seconds() for limit in limits if limit.at > now]
+    delays = [(limit.at - now).total_seconds() for limit in limits if limit.at > now]
     if observation.requeue_seconds is not None:
-        waits.append(observation.requeue_seconds)
-    requeue = min(waits, default=None)
+        delays.append(observation.requeue_seconds)
+    requeue = min(delays, default=None)
     stop_in: float | None = None
     grace = float(spec.deadlines.termination_grace_seconds)
     ending = ending_for(status) or (passed and (passed.reason, passed.message))
     saves = spec.checkpoint.enabled is not False
     if ending:
-        stops = on_its_way(status, attempt, observation, grace, saves=saves)
+        stops = describe_stop(status, attempt, observation, grace, saves=saves)
         situation = Situation(Stage.ENDING, *ending, meanwhile=stops, obstacle=observation.obstacle)
         return Course(situation, grace, requeue)
     if spec.suspend or is_suspending(status):
-        stops = on_its_way(status, attempt, observation, grace, saves=saves)
+        stops = describe_stop(status, attempt, observation, grace, saves=saves)
         situation, stop_in = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops), grace
     elif observation.phase is AttemptPhase.FAILED:
-        left = observation.message or f"attempt {attempt.number} lost a node"
-        text = f"{left}; waiting until all of its processes are gone"
+        cause = observation.message or f"attempt {attempt.number} lost a node"
+        text = f"{cause}; waiting until all of its processes are gone"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
-        stop_in = _grace_of_the_rest(observation, grace)
+        stop_in = _remaining_grace(observation, grace)
     elif observation.phase is AttemptPhase.UNKNOWN:
-        if observation.obstacle is None or not _is_waiting(status):
+        if observation.obstacle is None or not _was_waiting(status):
             return Course(None, None, requeue)
         reason, message = observation.obstacle.reason, observation.obstacle.message
         situation = Situation(stage_of_start(attempt.number), reason, message)
@@ -117,13 +117,16 @@ def follow(
 
 
 def is_suspending(status: FineTuneJobStatus) -> bool:
-    """Say whether the open attempt was asked to stop; it stays so until it is gone."""
+    """Whether the open attempt was asked to stop; true until its processes are gone."""
     found = find(status, ConditionType.SUSPENDED)
     return found is not None and found.reason == Reason.SUSPENDING
 
 
-def _grace_of_the_rest(observation: Observation, grace: float) -> float:
-    """Nodes that stop together after a preemption may still be writing their checkpoint."""
+def _remaining_grace(observation: Observation, grace: float) -> float:
+    """Return the grace period of the remaining nodes after one node has terminated.
+
+    Nodes that stop together after a preemption may still be writing their checkpoint.
+    """
     termination = observation.termination
     if termination is not None and termination.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
         return grace
@@ -145,25 +148,25 @@ def _watching(
     if obstacle is None:
         return Situation(stage, Reason.PROVISIONING, text, exists=True)
     if obstacle.effect is Effect.STALLED:
-        stage = Stage.BLOCKED  # it does not pass by waiting
+        stage = Stage.BLOCKED  # waiting does not help
     reason = Reason.PROVISIONING if obstacle.effect is Effect.NONE else obstacle.reason
     return Situation(stage, reason, obstacle.message or text, exists=True)
 
 
 def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
-    """Say whether the attempt has begun to train, as far as rank 0 was heard.
+    """Whether the attempt has begun to train, by the last report of rank 0.
 
-    Who was seen to train is believed to while nothing is heard: rank 0 may be the first to end, and
-    an operator that starts anew has asked nobody yet.
+    Without a report the last known state counts: rank 0 may be the first rank to exit, and an
+    operator that has just started has not received a report yet.
     """
     if observation.is_training is not None:
         return observation.is_training
-    if (said := observation.progress) is not None:
-        return said.phase not in _BEFORE_TRAINING
+    if (report := observation.progress) is not None:
+        return report.phase not in _BEFORE_TRAINING
     return is_true(status, ConditionType.RUNNING)
 
 
-def on_its_way(
+def describe_stop(
     status: FineTuneJobStatus,
     attempt: AttemptStatus,
     observation: Observation,
@@ -171,14 +174,14 @@ def on_its_way(
     *,
     saves: bool = True,
 ) -> str:
-    """Return what the attempt does, as a part of a sentence.
+    """Return a clause that describes how the attempt stops.
 
     Args:
-        status: The job's, with what it says about the attempt.
-        attempt: The open one.
-        observation: Of it.
-        grace: Seconds after which what is left of it is killed.
-        saves: It makes checkpoints.
+        status: Status of the job, with the conditions of the attempt.
+        attempt: The open attempt.
+        observation: Observation of the attempt.
+        grace: Seconds after which the remaining processes are killed.
+        saves: Whether the attempt saves checkpoints.
     """
     who, killed = f"attempt {attempt.number}", f"what is left of it after {grace:g} s is killed"
     if _trains(status, observation):
@@ -196,11 +199,11 @@ def _has_lost_a_node(observation: Observation) -> bool:
     termination = observation.termination
     if termination is None or observation.phase is not AttemptPhase.FAILED:
         return False
-    return termination.exit_code not in _IN_ORDER
+    return termination.exit_code not in _ORDERLY_EXITS
 
 
 def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:
-    """Return the end of the job's life, over all attempts; suspension starts a new life."""
+    """Return the active deadline of the job over all attempts; a resumption restarts it."""
     since = active_since(status)
     if limits.active_seconds is None or since is None:
         return None
@@ -212,17 +215,17 @@ def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | 
 def _limits(
     limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
 ) -> list[Deadline]:
-    """Return the deadlines that an open attempt has to keep."""
+    """Return the deadlines of an open attempt."""
     both = (active_deadline(limits, status), _pending_deadline(limits, status, observation, now))
-    return [one for one in both if one is not None]
+    return [deadline for deadline in both if deadline is not None]
 
 
 def deadline_before_creation(
     spec: FineTuneJobSpec, status: FineTuneJobStatus, now: datetime
 ) -> Deadline | None:
-    """Return the deadline that passed before the open attempt was created, with what is in the way.
+    """Return the deadline that passed before the open attempt was created, with the obstacle.
 
-    None where none has, or nothing was in the way: no deadline of a suspended job runs.
+    None if no deadline has passed, or without an obstacle. Deadlines of a suspended job do not run.
     """
     found = find(status, ConditionType.RESOURCES_READY)
     if found is None or found.reason != Reason.CREATION_FAILED:
@@ -237,30 +240,30 @@ def deadline_before_creation(
 def _pending_deadline(
     limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
 ) -> Deadline | None:
-    """Return the end of the open attempt's wait for resources; None where it does not wait for any.
+    """Return the deadline of the open attempt's wait for resources; None if it does not wait.
 
-    Time in a queue does not count: nobody searches for nodes before the queue lets the attempt go.
+    Time in a queue does not count: no nodes are requested before the queue admits the attempt.
     """
     attempt = current(status)
     if limits.pending_seconds is None or attempt is None or attempt.start_time is None:
         return None
     if observation.phase is AttemptPhase.UNKNOWN:
-        waits = _is_waiting(status)
+        is_waiting = _was_waiting(status)
     else:
-        waits = observation.phase is AttemptPhase.PENDING
+        is_waiting = observation.phase is AttemptPhase.PENDING
     is_queued = observation.obstacle is not None and observation.obstacle.effect is Effect.QUEUED
-    if not waits or is_queued:
+    if not is_waiting or is_queued:
         return None
-    since = _waits_since(status, parse_rfc3339(attempt.start_time), now)
+    since = _waiting_since(status, parse_rfc3339(attempt.start_time), now)
     message = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
     at = since + timedelta(seconds=limits.pending_seconds)
     return Deadline(at, Reason.PENDING_DEADLINE_EXCEEDED, message)
 
 
-def _waits_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
-    """Return since when the attempt waits: for its resources, which it may have had and lost.
+def _waiting_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
+    """Return since when the attempt waits for resources, which it may have had and lost.
 
-    Now, if it had them till now, or was in its queue.
+    The result is `now` if the attempt has had its resources, or was queued, until now.
     """
     ready = find(status, ConditionType.RESOURCES_READY)
     if ready is not None and ready.last_transition_time is not None:
@@ -272,21 +275,21 @@ def _waits_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> 
         return opened
     if admitted.reason == Reason.QUEUED:
         return now
-    let_go = parse_rfc3339(admitted.last_transition_time)
-    return max(opened, let_go) if admitted.status == "True" else opened
+    admitted_at = parse_rfc3339(admitted.last_transition_time)
+    return max(opened, admitted_at) if admitted.status == "True" else opened
 
 
-def _is_waiting(status: FineTuneJobStatus) -> bool:
-    """Say whether the open attempt had not all of its resources when it was seen last."""
+def _was_waiting(status: FineTuneJobStatus) -> bool:
+    """Whether the open attempt lacked resources at its last observation."""
     found = find(status, ConditionType.RESOURCES_READY)
     return found is not None and found.status == "False" and found.reason != Reason.RESTARTING
 
 
 def ending_for(status: FineTuneJobStatus) -> tuple[Reason, str] | None:
-    """Return the deadline for which the job is already being stopped, or None.
+    """Return reason and message of the deadline for which the job is being stopped, or None.
 
-    It is kept in the condition `Failed` (still False), as the attempt that is stopped for it looks
-    like any other on a later reconcile.
+    The condition `Failed` (still False) stores them, because on a later reconcile the attempt looks
+    like any other attempt that is being stopped.
     """
     found = find(status, ConditionType.FAILED)
     if found is None or found.reason not in _DEADLINES:

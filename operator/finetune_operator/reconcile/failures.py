@@ -1,6 +1,6 @@
-"""Why an attempt ended, and what the restart policy makes of it.
+"""The failure class of an attempt, and the action of the restart policy.
 
-`decide` asks; nothing here knows time, backends or budgets (budgets: `attempts`).
+`decide` calls it. Time, backends and budgets have no influence here (budgets are in `attempts`).
 """
 
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
@@ -16,10 +16,10 @@ PERMANENT = frozenset(
         FailureClass.OVERTAKEN,
     }
 )
-"""Classes that the same attempt would meet again."""
+"""Classes that would recur in the next attempt."""
 
 DISRUPTIONS = frozenset({FailureClass.PREEMPTED, FailureClass.SERVICE_FAILED})
-"""Classes that are no fault of the job."""
+"""Classes that the job did not cause."""
 
 _CLASS_OF_CODE: dict[int, FailureClass] = {
     ExitCode.DONE: FailureClass.COMPLETED,
@@ -33,55 +33,55 @@ _CLASS_OF_CODE: dict[int, FailureClass] = {
 def verdict(observation: Observation) -> Termination:
     """Return the termination of an attempt whose processes are all gone.
 
-    The exit code beats the class that the message claims, and only the phase `Succeeded` together
+    The exit code takes precedence over the class in the message, and only the phase `Succeeded`
     with exit code 0 is a completion. An attempt without a termination message was killed.
     """
-    said = observation.termination
-    if said is None and observation.phase is AttemptPhase.SUCCEEDED:
+    reported = observation.termination
+    if reported is None and observation.phase is AttemptPhase.SUCCEEDED:
         return Termination(
             failure_class=FailureClass.COMPLETED,
             exit_code=ExitCode.DONE,
             message=observation.message or "it ended with exit code 0",
         )
-    if said is None:
+    if reported is None:
         message = observation.message or "its processes are gone without a termination message"
         found = observation.failure_class or FailureClass.WORKER_LOST
         return Termination(failure_class=found, exit_code=ExitCode.KILLED, message=message)
-    if said.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
-        return said.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
-    return said.model_copy(update={"failure_class": classify(said)})
+    if reported.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
+        return reported.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
+    return reported.model_copy(update={"failure_class": classify(reported)})
 
 
-def classify(said: Termination) -> FailureClass:
-    """Return the class by exit code where the code has one of its own, else the class it claims."""
-    by_code = _CLASS_OF_CODE.get(said.exit_code)
+def classify(reported: Termination) -> FailureClass:
+    """Return the class of the exit code; for a code without a class, the reported class."""
+    by_code = _CLASS_OF_CODE.get(reported.exit_code)
     overtaken = FailureClass.OVERTAKEN
-    if by_code is FailureClass.DO_NOT_RESTART and said.failure_class is overtaken:
-        return overtaken  # the one class that shares a code
+    if by_code is FailureClass.DO_NOT_RESTART and reported.failure_class is overtaken:
+        return overtaken  # the only class that shares a code
     if by_code is not None:
         return by_code
-    if said.exit_code in STOPPED_BY_SIGNAL and said.failure_class is FailureClass.PREEMPTED:
+    if reported.exit_code in STOPPED_BY_SIGNAL and reported.failure_class is FailureClass.PREEMPTED:
         return FailureClass.PREEMPTED
-    if said.failure_class in (*_CLASS_OF_CODE.values(), overtaken):
-        killed = said.exit_code == ExitCode.KILLED
+    if reported.failure_class in (*_CLASS_OF_CODE.values(), overtaken):
+        killed = reported.exit_code == ExitCode.KILLED
         return FailureClass.WORKER_LOST if killed else FailureClass.ERROR
-    return said.failure_class
+    return reported.failure_class
 
 
 def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
-    """Return what follows a failure: the first rule that matches, else the default of its class.
+    """Return the action after a failure: of the first rule that matches, else of its class.
 
-    By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption is
-    followed by a free restart and everything else by a counted one. A rule of the user beats
-    these, as it was written for this job; but what was overtaken is never restarted, as another
-    attempt writes its folders by now.
+    By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption causes a
+    free restart, and any other class a counted restart. A rule of the user takes precedence,
+    because it was written for this job. An overtaken attempt is never restarted, because another
+    attempt writes its folders now.
     """
     if failure_class is FailureClass.OVERTAKEN:
         return RestartAction.FAIL
     for rule in policy.rules:
-        class_fits = rule.on_class is None or rule.on_class == failure_class
-        code_fits = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
-        if class_fits and code_fits:
+        matches_class = rule.on_class is None or rule.on_class == failure_class
+        matches_code = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
+        if matches_class and matches_code:
             return rule.action
     if failure_class in PERMANENT:
         return RestartAction.FAIL

@@ -1,4 +1,4 @@
-"""A time ledger as `status.ledger` holds it, and back. Pure."""
+"""Conversion of a time ledger to and from `status.ledger`. Pure."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -12,14 +12,14 @@ from finetune_operator.api.v1alpha1.time_ledger import (
 )
 from finetune_operator.reconcile.categories import Category, is_recovering
 from finetune_operator.reconcile.conditions import is_finished
-from finetune_operator.reconcile.ledger import Heard, Ledger, Times, age, goes_on
+from finetune_operator.reconcile.ledger import Heard, Ledger, Times, age, current_category
 from finetune_trainer.config import TimeSpent
 
-_KEPT_CLASSES = 32
+_MAX_CLASSES = 32
 
 
 def saved(ledger: Ledger) -> TimeLedger:
-    """Return what the status holds of a ledger."""
+    """Return a ledger in the form of the status."""
     return TimeLedger(
         time=_milliseconds(ledger.time),
         gpu_time=_milliseconds(ledger.gpu_time),
@@ -31,45 +31,45 @@ def saved(ledger: Ledger) -> TimeLedger:
         attempt=ledger.attempt,
         restarts=[
             RestartCount(failure_class=name[:64], count=count)
-            for name, count in list(ledger.restarts.items())[:_KEPT_CLASSES]
+            for name, count in list(ledger.restarts.items())[:_MAX_CLASSES]
         ],
         heard=_heard_time(ledger.heard) if ledger.heard is not None else None,
     )
 
 
 def taken_up(status: FineTuneJobStatus, created: datetime, gpus: int, now: datetime) -> Ledger:
-    """Return the ledger that a status holds, to go on from there.
+    """Return the ledger in a status, restored at `now`.
 
     Args:
-        status: What is known of the job.
-        created: When it was.
-        gpus: GPUs of the nodes that run.
+        status: Status of the job.
+        created: Creation time of the job.
+        gpus: GPUs of the running nodes.
         now: The time, with a zone.
     """
-    there = status.ledger or TimeLedger()
+    stored = status.ledger or TimeLedger()
     ledger = Ledger(
         created,
-        time=_times(there.time),
-        gpu_time=_times(there.gpu_time),
-        heard=_heard(there.heard) if there.heard is not None else None,
-        highest_step=there.highest_step,
-        first_step=there.first_step,
-        lost_at=there.lost_at,
-        recovery=there.recovery,
-        recoveries=there.recoveries,
-        attempt=there.attempt if status.ledger is not None else status.attempt,
-        restarts={one.failure_class: one.count for one in there.restarts},
+        time=_times(stored.time),
+        gpu_time=_times(stored.gpu_time),
+        heard=_heard(stored.heard) if stored.heard is not None else None,
+        highest_step=stored.highest_step,
+        first_step=stored.first_step,
+        lost_at=stored.lost_at,
+        recovery=stored.recovery,
+        recoveries=stored.recoveries,
+        attempt=stored.attempt if status.ledger is not None else status.attempt,
+        restarts={entry.failure_class: entry.count for entry in stored.restarts},
     )
     if is_finished(status):
         return replace(ledger, is_closed=True)
     if status.ledger is None and status.observed_generation:
-        # A version without a ledger has written it: nobody knows what this time went into.
+        # A version without ledgers wrote this status: the category of this time is unknown.
         ledger = replace(ledger, time={Category.OTHER: age(ledger, now)})
-    running, is_told = goes_on(ledger, status)
+    running, is_reported = current_category(ledger, status)
     return replace(
         ledger,
         running=running,
-        is_told=is_told,
+        is_reported=is_reported,
         gpus=gpus,
         is_recovering=is_recovering(status),
     )
@@ -79,8 +79,8 @@ def _milliseconds(times: Times) -> Milliseconds:
     return Milliseconds(**{category.value: spent for category, spent in times.items()})
 
 
-def _times(there: Milliseconds) -> Times:
-    return {Category(name): spent for name, spent in there if spent}
+def _times(stored: Milliseconds) -> Times:
+    return {Category(name): spent for name, spent in stored if spent}
 
 
 def _heard_time(heard: Heard) -> HeardTime:
@@ -93,7 +93,7 @@ def _heard_time(heard: Heard) -> HeardTime:
     )
 
 
-def _heard(there: HeardTime) -> Heard:
-    said = {word: getattr(there, word) for word in TimeSpent.model_fields}
-    spent = {word: value for word, value in said.items() if value is not None}
-    return Heard(there.attempt, there.restarts_in_place, there.time, there.step, spent or None)
+def _heard(stored: HeardTime) -> Heard:
+    fields = {word: getattr(stored, word) for word in TimeSpent.model_fields}
+    spent = {word: value for word, value in fields.items() if value is not None}
+    return Heard(stored.attempt, stored.restarts_in_place, stored.time, stored.step, spent or None)

@@ -1,6 +1,6 @@
-"""Who holds an attempt back: what its rank 0's node has found, for the status and its Events. Pure.
+"""Ranks that slow an attempt down, as found by the node of rank 0, in status and Events. Pure.
 
-Nothing follows from it: an attempt with suspects goes on, and `deadlines.hangSeconds` ends one that
+Suspects cause no action: the attempt continues, and `deadlines.hangSeconds` ends an attempt that
 hangs.
 """
 
@@ -23,14 +23,15 @@ _MEANWHILE = {
 
 
 def with_suspects(
-    status: FineTuneJobStatus, said: Progress, *, is_due: bool = False
+    status: FineTuneJobStatus, report: Progress, *, is_due: bool = False
 ) -> FineTuneJobStatus:
-    """Return the status with whom the newest attempt suspects; unchanged if nobody is new or gone.
+    """Return the status with the suspects of the newest attempt.
 
-    What is known of the same ranks changes with each look: that is taken over where `is_due`.
+    The status is unchanged if the suspected ranks are the same, unless `is_due`: the details of a
+    suspect change with each report.
     """
-    found = [_suspect(one) for one in said.suspects]
-    if not is_due and _who(found) == _who(status.suspects):
+    found = [_suspect(suspect) for suspect in report.suspects]
+    if not is_due and _identities(found) == _identities(status.suspects):
         return status
     return status.model_copy(update={"suspects": found})
 
@@ -38,38 +39,38 @@ def with_suspects(
 def new_suspects(
     old: FineTuneJobStatus, new: FineTuneJobStatus
 ) -> Iterator[tuple[str, SuspectStatus]]:
-    """Yield who is suspected now and was not before, and a name of that rank in its attempt."""
-    known = {one.rank for one in old.suspects} if old.attempt == new.attempt else set()
-    for one in new.suspects:
-        if one.rank not in known:
-            yield f"attempt {new.attempt} rank {one.rank}", one
+    """Yield each new suspect, with a name of its rank in the attempt."""
+    known = {suspect.rank for suspect in old.suspects} if old.attempt == new.attempt else set()
+    for suspect in new.suspects:
+        if suspect.rank not in known:
+            yield f"attempt {new.attempt} rank {suspect.rank}", suspect
 
 
-def _who(suspects: list[SuspectStatus]) -> list[tuple[int, str]]:
-    return sorted((one.rank, one.cause) for one in suspects)
+def _identities(suspects: list[SuspectStatus]) -> list[tuple[int, str]]:
+    return sorted((suspect.rank, suspect.cause) for suspect in suspects)
 
 
-def _suspect(one: Suspect) -> SuspectStatus:
-    since = rfc3339(datetime.fromtimestamp(one.since, UTC))
+def _suspect(suspect: Suspect) -> SuspectStatus:
+    since = rfc3339(datetime.fromtimestamp(suspect.since, UTC))
     return SuspectStatus(
-        rank=one.rank,
-        node=one.node[:253],
-        cause=one.cause.value,
-        score=None if one.score is None else round(one.score, 2),
+        rank=suspect.rank,
+        node=suspect.node[:253],
+        cause=suspect.cause.value,
+        score=None if suspect.score is None else round(suspect.score, 2),
         since=since,
-        message=f"since {since} {_sentence(one)}"[:1024],
+        message=f"since {since} {_sentence(suspect)}"[:1024],
     )
 
 
-def _sentence(one: Suspect) -> str:
-    who = f"rank {one.rank} on {one.node}"
-    if one.score is not None:
-        why = _LONGER.get(one.cause, "it does more")
-        return f"{who} has been busy {one.score:.2f} times as long as the others, as {why}"
-    text = f"{who} has stayed away from a collective in which the others wait"
-    text += _MEANWHILE.get(one.cause, "")
-    if one.process is not None:
-        text += f"; its process is {one.process}"
-    if one.evidence is not None:
-        text += f"; its stacks are in {one.evidence} of the run directory"
+def _sentence(suspect: Suspect) -> str:
+    rank = f"rank {suspect.rank} on {suspect.node}"
+    if suspect.score is not None:
+        why = _LONGER.get(suspect.cause, "it does more")
+        return f"{rank} has been busy {suspect.score:.2f} times as long as the others, as {why}"
+    text = f"{rank} has stayed away from a collective in which the others wait"
+    text += _MEANWHILE.get(suspect.cause, "")
+    if suspect.process is not None:
+        text += f"; its process is {suspect.process}"
+    if suspect.evidence is not None:
+        text += f"; its stacks are in {suspect.evidence} of the run directory"
     return text
