@@ -10,7 +10,8 @@ import yaml
 
 from finetune_operator import __version__
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION, revision
-from finetune_operator.api.openapi import DETAIL, Schema, field_schema, with_rules
+from finetune_operator.api.one_rule import with_one_rule
+from finetune_operator.api.openapi import DETAIL, READS, Schema, field_schema, with_rules
 from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1 import (
     GROUP,
@@ -89,13 +90,14 @@ def _root_schema(model: type[ApiModel], metadata: Schema, *fields: str) -> Schem
     return with_rules({**schema, "properties": properties}, model.cel_rules)
 
 
-def _without_details(part: Any) -> Any:
-    """Remove what only `ftctl` reads."""
+def _for_api_server(part: Any) -> Any:
+    """Return a part of a schema without details for `ftctl` alone, and with merged rules."""
     if isinstance(part, dict):
+        part = with_one_rule(part) if READS in part else part
         dropped = {DETAIL} if "rule" in part else set()
-        return {key: _without_details(part[key]) for key in part if key not in dropped}
+        return {key: _for_api_server(part[key]) for key in part if key not in dropped}
     if isinstance(part, list):
-        return [_without_details(item) for item in part]
+        return [_for_api_server(item) for item in part]
     return part
 
 
@@ -132,7 +134,7 @@ def _version(schema: Schema, columns: tuple[dict[str, Any], ...]) -> dict[str, A
         "served": True,
         "storage": True,
         "additionalPrinterColumns": list(columns),
-        "schema": {"openAPIV3Schema": _without_details(schema)},
+        "schema": {"openAPIV3Schema": _for_api_server(schema)},
     }
 
 

@@ -13,8 +13,13 @@ from finetune_operator.api.v1alpha1 import GROUP
 REVISION_ANNOTATION = f"{GROUP}/schema-revision"
 
 REVISIONS: dict[str, tuple[str, ...]] = {
-    "finetunejobs.finetune.dev": ("5631438be5f0f0e9", "2f78f945c8cd6a6c", "96101c3c64796ffb"),
-    "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1"),
+    "finetunejobs.finetune.dev": (
+        "5631438be5f0f0e9",
+        "2f78f945c8cd6a6c",
+        "96101c3c64796ffb",
+        "1f1abc858e01c143",
+    ),
+    "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1", "157fd2c5fd3280ea"),
 }
 """The digests of all schemas that a CRD has had, oldest first: the revision is their number.
 

@@ -23,6 +23,7 @@ from finetune_operator.api.schema import ApiModel, Rule
 Schema = dict[str, Any]
 
 DETAIL = "detail"  # beside a rule's message; `crd.py` removes it
+READS = "reads"  # beside a model's rules; `one_rule.py` merges these and removes it
 INT32_MAX = 2**31 - 1
 _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
 
@@ -45,6 +46,8 @@ def object_schema(model: type[ApiModel]) -> Schema:
     schema["properties"] = properties
     if required:
         schema["required"] = required
+    if model.cel_reads:
+        schema[READS] = model.cel_reads
     return with_rules(schema, model.cel_rules)
 
 

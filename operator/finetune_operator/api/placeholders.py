@@ -13,8 +13,8 @@ NAMES = ("namespace", "name")
 
 ONLY_KNOWN = Rule(
     f"self.matches('^([^{{}}]|[{{]({'|'.join(NAMES)})[}}])*$')",
-    "holds a brace that is no placeholder; known are {namespace} and {name}, which stand for the "
-    "job's own: use these, or leave the brace out",
+    "contains a brace that is not a placeholder; use {namespace} or {name}, which stand for those "
+    "of the job, or remove the brace",
 )
 """For every field in which placeholders are replaced."""
 

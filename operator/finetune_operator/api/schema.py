@@ -37,7 +37,7 @@ class Rule:
     message_expression: str | None = None
 
 
-ABOVE_ZERO = Rule("self > 0.0", "must be above 0")
+ABOVE_ZERO = Rule("self > 0.0", "must be greater than 0")
 """For a fraction. With a minimum of 0.001 the API server would accept a whole 0."""
 
 
@@ -56,3 +56,6 @@ class ApiModel(BaseModel):
         protected_namespaces=(),
     )
     cel_rules: ClassVar[tuple[Rule, ...]] = ()
+    cel_reads: ClassVar[tuple[str, ...]] = ()
+    """Fields that many of the rules of a spec read; the CRD's one rule reads each of them once
+    (`one_rule.py`)."""

@@ -280,6 +280,15 @@ def test_a_status_sent_along_makes_no_way_for_a_change_of_the_spec(
     assert server.send("GET", f"{JOBS}/{stored}").body["spec"]["training"]["seed"] == 42
 
 
+def test_a_status_sent_along_hides_no_broken_rule_of_the_spec(
+    server: ApiServer, stored: str
+) -> None:
+    after = manifest(name=stored, training__liger=True) | {"status": {"phase": "Running"}}
+    refused = server.update(stored, after)
+    assert refused.status == 422
+    assert "training.liger requires GPUs, but topology.gpusPerNode is 0" in refused.message
+
+
 def _leaves(schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Schema]]:
     for key, inner in schema.get("properties", {}).items():
         yield (*path, key), inner

@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.cel import check_rules
+from finetune_operator.api.crd import custom_resource_definition, job_schema
+from finetune_operator.api.manifest import read_manifests
+from finetune_operator.api.one_rule import RULES
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path
+from finetune_operator.api.structural import check_structure
 from finetune_operator.api.validation import check_object, defaulted
+from support.api.bad_manifests import BadManifest, bad_manifests
 from support.api.builders import manifest
 
 
@@ -145,6 +150,16 @@ def test_who_runs_a_job_never_changes(field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "status", [{"phase": "Running"}, {"observedGeneration": 2}, {"ledger": {"recoveries": 1}}]
+)
+def test_specs_are_not_compared_if_the_status_changed(status: dict[str, Any]) -> None:
+    """The API server resets the spec in such a write (`test_crd_on_api_server.py`)."""
+    before = manifest() | {"status": {"phase": "Starting", "ledger": {"recoveries": 0}}}
+    after = manifest(training__seed=1) | {"status": {**before["status"], **status}}
+    assert problems(after, old=before) == []
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (
@@ -163,7 +178,8 @@ def test_who_runs_a_job_never_changes(field: str) -> None:
                 "strategy__tensorParallel": 3,
                 "training__globalBatchSize": 8,
             },
-            "spec.strategy.tensorParallel 3 times pipelineParallel must divide nodes x processes",
+            "spec.strategy.tensorParallel 3 times pipelineParallel must divide nodes x processes; "
+            "change one of them",
         ),
     ],
 )
@@ -181,7 +197,7 @@ def test_tensor_parallel_ranks_share_one_batch() -> None:
 
 def test_a_job_may_go_on_with_one_process_that_may_not_begin_with_one() -> None:
     sharded = manifest(strategy__type="fsdp")
-    says = 'spec.strategy.type "fsdp" needs at least two processes, and topology has one'
+    says = 'spec.strategy.type "fsdp" requires at least two processes, but topology has one'
     assert [one.partition(";")[0] for one in problems(sharded)] == [says]
     assert problems({**sharded, "status": {"attempt": 1}}) == []
 
@@ -192,10 +208,12 @@ def test_a_job_may_go_on_with_one_process_that_may_not_begin_with_one() -> None:
         pytest.param({}, None, id="possible"),
         pytest.param({"strategy__type": "fsdp", "topology__nodes": 2}, None, id="sharded"),
         pytest.param({"training__precision": "fp32"}, "keeps parameters in bf16", id="fp32"),
-        pytest.param({"method__type": "lora"}, "is for method type full", id="adapters"),
+        pytest.param(
+            {"method__type": "lora"}, "requires method type full, because parameters", id="adapters"
+        ),
         pytest.param(
             {"strategy__type": "zero2", "topology__nodes": 2},
-            "is not possible with DeepSpeed's optimizer",
+            "is not supported by DeepSpeed",
             id="ZeRO",
         ),
     ],
@@ -211,3 +229,34 @@ def test_8_bit_moments_are_for_full_fine_tuning_in_bf16(changes, says) -> None:
 def test_a_quantized_base_goes_with_every_strategy_but_zero3(strategy: str) -> None:
     made = manifest(method__type="qlora", strategy__type=strategy, topology__nodes=2)
     assert problems(made) == []
+
+
+def spec_with(rules: list[Any]) -> Schema:
+    """The schema of the spec with these rules, and with none on its parts."""
+
+    def bare(node: Schema) -> Schema:
+        made = {key: one for key, one in node.items() if key != RULES}
+        if "properties" in made:
+            made["properties"] = {key: bare(one) for key, one in made["properties"].items()}
+        return made | ({"items": bare(made["items"])} if "items" in made else {})
+
+    return bare(job_schema()["properties"]["spec"]) | {RULES: rules}
+
+
+@pytest.mark.parametrize("bad", bad_manifests(), ids=lambda bad: bad.file.stem)
+def test_one_rule_of_the_crd_refuses_what_the_rules_of_the_spec_refuse(bad: BadManifest) -> None:
+    crd = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    separate = job_schema()["properties"]["spec"][RULES]
+    merged = crd["properties"]["spec"][RULES]
+    assert len(merged) == 1
+    for read in read_manifests([str(bad.file)]).manifests:
+        value = defaulted(read.value)
+        if check_structure(value, job_schema()):
+            continue  # the API server evaluates no rule
+        sentences = [
+            f"{rule['fieldPath'][1:]} {rule['message']}. "
+            for rule in separate
+            if check_rules(value["spec"], spec_with([rule]))
+        ]
+        found = [finding.message for finding in check_rules(value["spec"], spec_with(merged))]
+        assert found == (["".join(sentences)] if sentences else [])

@@ -16,7 +16,7 @@ DatastoreName = Annotated[str, Field(pattern="^[A-Za-z0-9_]+$", max_length=255)]
 # next attempt looks for checkpoints in its datastore.
 _STAYS = Rule(
     "self == oldSelf",
-    "cannot change, as jobs of this profile may run there; create another profile",
+    "cannot change, because jobs of this profile may run there; create another profile",
 )
 _RESERVED = ("AZUREML_", "FINETUNE_", "MLFLOW_")
 
@@ -80,7 +80,7 @@ class AzureMLSettings(ApiModel):
             "!has(self.env) || !self.env.exists(name, "
             + " || ".join(f"name.startsWith('{one}')" for one in _RESERVED)
             + ")",
-            f"sets a variable that Azure ML or the operator sets ({', '.join(_RESERVED)}); "
+            f"sets a variable reserved for Azure ML and the operator ({', '.join(_RESERVED)}); "
             "remove it",
             field="env",
         ),

@@ -14,7 +14,7 @@ ColumnName = Annotated[str, Field(min_length=1, max_length=256)]
 _SOURCE_RULE = Rule(
     "self.matches('^(hf|azureml|pvc|file|https)://.+')",
     "must start with hf://, azureml://, pvc://, file:// or https://; "
-    "for a local folder write file://./FOLDER",
+    "write a local folder as file://./FOLDER",
 )
 Source = Annotated[Uri, _SOURCE_RULE, ONLY_KNOWN]
 SplitName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -109,7 +109,7 @@ def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
     unset = " && ".join(f"!has(self.columns.{name})" for name in names)
     return Rule(
         f"!has(self.columns) || self.format == '{format_}' || ({unset})",
-        f"holds a column that only format {format_} has ({', '.join(names)}); "
+        f"sets a column that only format {format_} has ({', '.join(names)}); "
         f"remove it or use format: {format_}",
         field="columns",
     )
@@ -169,24 +169,25 @@ class DatasetSpec(ApiModel):
         Rule(
             "!has(self.columns) || !has(self.columns.messages) || "
             "!(has(self.columns.prompt) || has(self.columns.completion))",
-            "excludes prompt and completion, as a row holds one or the other; remove it or those",
+            "cannot be combined with prompt and completion, because a row has one or the other; "
+            "remove messages, or prompt and completion",
             field="columns.messages",
         ),
         _SPLIT_RULE,
         Rule(
             f"!has(self.evalSplit) || {_EVAL_SOURCE}.startsWith('hf://')",
-            "has an effect only with an hf:// source; remove it, or name a file as evalSource",
+            "has an effect only with an hf:// source; remove it, or set evalSource to a file",
             field="evalSplit",
         ),
         Rule(
             "!has(self.evalSplit) || has(self.evalSource) || self.evalSplit != self.split",
-            "is the split that is trained on; name another one",
+            "is also the split to train on; use another split",
             field="evalSplit",
         ),
         Rule(
             "!has(self.also) || !(has(self.evalSource) || has(self.evalSplit)) || "
             f"!self.also.exists(one, one.source == {_EVAL_SOURCE} && one.split == {_EVAL_SPLIT})",
-            "holds the rows that are evaluated on; remove them there, or evaluate on others",
+            "contains the rows to evaluate on; remove that entry, or evaluate on other rows",
             field="also",
         ),
     )

@@ -25,15 +25,14 @@ from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES, changes_on
 MANAGED_BY = "finetune.dev/operator"
 
 _PROCESSES = (
-    "(has(self.topology.processesPerNode) ? self.topology.processesPerNode : "
-    "self.topology.gpusPerNode > 0 ? self.topology.gpusPerNode : 1)"
+    "(self.topology.gpusPerNode > 0 ? self.topology.gpusPerNode : "
+    "has(self.topology.processesPerNode) ? self.topology.processesPerNode : 1)"
 )
 _RANKS = f"(self.topology.nodes * {_PROCESSES})"
 # auto may choose 1, so 1 must fit
 _MICRO_BATCH = "(type(self.training.microBatchSize) == int ? int(self.training.microBatchSize) : 1)"
-_STEP = (
-    f"({_RANKS} * {_MICRO_BATCH} / (self.strategy.tensorParallel * self.strategy.pipelineParallel))"
-)
+_PARALLEL = "(self.strategy.tensorParallel * self.strategy.pipelineParallel)"
+_STEP = f"({_RANKS} * {_MICRO_BATCH} / {_PARALLEL})"
 _BELOW = f"(self.training.globalBatchSize / {_STEP} * {_STEP})"
 _BATCH_DETAIL = (
     f"'(' + string(self.topology.nodes) + ' x ' + string({_PROCESSES}) + ' x ' + "
@@ -41,18 +40,17 @@ _BATCH_DETAIL = (
     f"({_BELOW} > 0 ? string({_BELOW}) + ' or ' : '') + string({_BELOW} + {_STEP})"
 )
 
-
 _ON_CLUSTER = "(self.backend.type in ['aks', 'azureml'])"
 # On Azure ML they are kept in the profile's datastore where the job names no other place.
 _KEEPS_CHECKPOINTS = "(has(self.checkpoint.uri) || self.backend.type == 'azureml')"
 _LOCAL_ONLY = (
-    "is a path of this machine, which only backend type local can read; "
+    "is a path on this machine, which only backend type local can read; "
     "use backend.type: local or another source"
 )
 
 
 def _local_only(field: str, *optional: str) -> Rule:
-    """Return the rule that refuses a path of this machine for a cluster."""
+    """Return the rule that refuses a path on this machine for a cluster."""
     absent = "".join(f"!has(self.{one}) || " for one in optional)
     return Rule(
         f"{absent}!self.{field}.startsWith('file://') || !{_ON_CLUSTER}", _LOCAL_ONLY, field=field
@@ -63,7 +61,7 @@ def _needs_gpu(field: str, *, may_be_absent: bool = False) -> Rule:
     absent = f"!has(self.{field}) || " if may_be_absent else ""
     return Rule(
         f"self.topology.gpusPerNode > 0 || {absent}!self.{field}",
-        "needs GPUs, and topology.gpusPerNode 0 trains on the CPU; remove it",
+        "requires GPUs, but topology.gpusPerNode is 0; remove it",
         field=field,
     )
 
@@ -113,49 +111,59 @@ class FineTuneJobSpec(ApiModel):
     backend: BackendSpec = BackendSpec()
     """What runs it."""
 
+    cel_reads = (
+        "topology.gpusPerNode",
+        "method.type",
+        "strategy.tensorParallel",
+        "strategy.pipelineParallel",
+        "method",
+        "training",
+        "topology",
+        "strategy",
+        "checkpoint",
+        "dataset",
+    )
     cel_rules = (
         Rule(
             "self.method.type != 'full' || !has(self.output) || !has(self.output.format) || "
             "self.output.format == 'merged'",
-            "needs an adapter, and method type full trains none; remove it",
+            "requires an adapter, but method type full trains none; remove it",
             field="output.format",
         ),
         Rule(
-            "!has(self.training.evalEverySteps) || has(self.dataset.evalSource) || "
-            "has(self.dataset.evalSplit)",
+            "has(self.dataset.evalSource) || has(self.dataset.evalSplit) || "
+            "!has(self.training.evalEverySteps)",
             "has no effect without held-out rows; set dataset.evalSource or dataset.evalSplit, or "
             "remove it",
             field="training.evalEverySteps",
         ),
         Rule(
             f"self.capacity == 'onDemand' || {_KEEPS_CHECKPOINTS}",
-            "needs checkpoint.uri, else an eviction loses the work; set it",
+            "requires checkpoint.uri, because an eviction would otherwise lose all work; set "
+            "checkpoint.uri",
             field="capacity",
         ),
         Rule(
             f"!has(self.topology.minNodes) || {_KEEPS_CHECKPOINTS}",
-            "needs checkpoint.uri, else a smaller restart loses the work; set it",
+            "requires checkpoint.uri, because a restart on fewer nodes would otherwise lose all "
+            "work; set checkpoint.uri",
             field="topology.minNodes",
         ),
-        # Bound as t and s: the API server copies the schema of all fields beside the one it reads.
         Rule(
-            "[self.strategy].all(s, s.tensorParallel * s.pipelineParallel == 1 || "
-            f"{_RANKS} % (s.tensorParallel * s.pipelineParallel) == 0)",
-            "times pipelineParallel must divide nodes x processes",
+            f"{_PARALLEL} == 1 || {_RANKS} % {_PARALLEL} == 0",
+            "times pipelineParallel must divide nodes x processes; change one of them",
             field="strategy.tensorParallel",
         ),
         Rule(
-            "[self.topology].all(t, [self.strategy].all(s, (self.training.globalBatchSize * "
-            "s.tensorParallel * s.pipelineParallel) % "
-            f"({_RANKS.replace('self.topology', 't')} * {_MICRO_BATCH}) == 0))",
+            f"self.training.globalBatchSize * {_PARALLEL} % ({_RANKS} * {_MICRO_BATCH}) == 0",
             "must be a multiple of nodes x processes x micro-batch",
             field="training.globalBatchSize",
             detail=_BATCH_DETAIL,
         ),
         Rule(
-            "self.strategy.type != 'fsdp' || self.strategy.replicas == 1 || "
+            "self.strategy.replicas == 1 || self.strategy.type != 'fsdp' || "
             f"({_RANKS} % self.strategy.replicas == 0 && {_RANKS} > self.strategy.replicas)",
-            "must divide nodes x processes into groups of at least two",
+            "must divide nodes x processes into groups of at least two; use 1, or another divisor",
             field="strategy.replicas",
         ),
         Rule(
@@ -170,39 +178,42 @@ class FineTuneJobSpec(ApiModel):
             field="method.quantization",
         ),
         Rule(
-            "!self.training.float8 || self.method.type == 'full'",
-            "needs method type full; remove it",
+            "self.method.type == 'full' || !self.training.float8",
+            "requires method type full; remove it",
             field="training.float8",
         ),
         Rule(
-            "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
-            "self.method.type == 'full'",
-            "is for method type full, as adapters' parameters and moments are small; use adamw",
+            "self.method.type == 'full' || !has(self.training.optimizer) || "
+            "self.training.optimizer == 'adamw'",
+            "requires method type full, because parameters and moments of adapters are small; use "
+            "adamw",
             field="training.optimizer",
         ),
         Rule(
-            "!has(self.training.optimizer) || self.training.optimizer == 'adamw' || "
-            "self.strategy.type in ['auto', 'ddp', 'fsdp']",
-            "is not possible with DeepSpeed's optimizer; use adamw, or strategy type fsdp or ddp",
+            "self.strategy.type in ['auto', 'ddp', 'fsdp'] || !has(self.training.optimizer) || "
+            "self.training.optimizer == 'adamw'",
+            "is not supported by DeepSpeed, which has an optimizer of its own; use adamw, or "
+            "strategy type fsdp or ddp",
             field="training.optimizer",
         ),
         Rule(
             "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
             "!has(self.training.earlyStopping)",
-            "leaves nothing to go back to when training stops early; remove "
-            "training.earlyStopping, or this",
+            "disables checkpoints, but early stopping returns to the best one; remove "
+            "training.earlyStopping, or checkpoint.enabled",
             field="checkpoint.enabled",
         ),
         Rule(
             "!has(self.checkpoint.enabled) || self.checkpoint.enabled || "
             "self.capacity == 'onDemand'",
-            "would lose all work with each spot node; use capacity onDemand, or remove this",
+            "disables checkpoints, so each evicted spot node would lose all work; use capacity "
+            "onDemand, or remove checkpoint.enabled",
             field="checkpoint.enabled",
         ),
         Rule(
             "self.restartPolicy.restartsInPlace == 0 || self.topology.nodes == 1",
-            "is not possible with several nodes, as no node sees the ranks of another end; remove "
-            "it, and the whole attempt is restarted",
+            "is not supported with several nodes, because no node sees ranks of another node fail; "
+            "remove it to restart the whole attempt",
             field="restartPolicy.restartsInPlace",
         ),
         *(
@@ -220,7 +231,7 @@ class FineTuneJobSpec(ApiModel):
         Rule(
             "self.topology.gpusPerNode != 1 || self.topology.nodes > 1 || "
             "!self.observability.collectiveTimings",
-            "has no effect on a single GPU, which talks to no other; remove it",
+            "has no effect with a single GPU, which communicates with no other; remove it",
             field="observability.collectiveTimings",
         ),
         *(_local_only(field) for field in ("model.source", "dataset.source")),
@@ -230,7 +241,7 @@ class FineTuneJobSpec(ApiModel):
         Rule(
             "!has(self.dataset.also) || "
             f"!self.dataset.also.exists(one, one.source.startsWith('file://')) || !{_ON_CLUSTER}",
-            "names a path of this machine, which only backend type local can read; "
+            "contains a path on this machine, which only backend type local can read; "
             "use backend.type: local or other sources",
             field="dataset.also",
         ),
@@ -264,14 +275,15 @@ class FineTuneJob(ApiModel):
         Rule(
             "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$')",
             "must be at most 50 lower-case letters, digits and hyphens and start with a letter, "
-            "as the names of its pods are made from it",
+            "because the names of its pods derive from it; rename the job",
             field="metadata.name",
         ),
-        # Not once an attempt was made: a job may go on with fewer ranks than it began with.
+        # An attempt after the first may have fewer ranks, so the rule holds only before the first.
         Rule(
-            f"self.spec.strategy.type != 'fsdp' || {_RANKS.replace('self.', 'self.spec.')} > 1 || "
-            "(has(self.status) && has(self.status.attempt) && self.status.attempt > 0)",
-            "needs at least two processes, and topology has one; use ddp, or more processes",
+            "(has(self.status) && self.status.attempt > 0) || "
+            "self.spec.strategy.type != 'fsdp' || [self.spec.topology].all(topology, "
+            f"{_RANKS.replace('self.topology', 'topology')} > 1)",
+            "requires at least two processes, but topology has one; use ddp, or more processes",
             field="spec.strategy.type",
         ),
         changes_only_while_suspended(),

@@ -54,20 +54,21 @@ class CheckpointSpec(ApiModel):
         Rule(
             "!has(self.enabled) || self.enabled || !(has(self.everySteps) || "
             "has(self.everySeconds) || has(self.meanTimeBetweenFailures))",
-            "leaves everySteps, everySeconds and meanTimeBetweenFailures without effect; "
-            "remove those",
+            "disables checkpoints, so everySteps, everySeconds and meanTimeBetweenFailures have no "
+            "effect; remove them",
             field="enabled",
         ),
         Rule(
             "!self.allowForeign || !(self.resumeFrom in ['auto', 'none'])",
-            "has no effect without the URI of a checkpoint in resumeFrom; set that or remove it",
+            "has no effect unless resumeFrom is the URI of a checkpoint; set resumeFrom, or remove "
+            "allowForeign",
             field="allowForeign",
         ),
         Rule(
             "!has(self.meanTimeBetweenFailures) || "
             "!(has(self.everySteps) || has(self.everySeconds))",
-            "has no effect with everySteps or everySeconds, which set the interval; remove it or "
-            "those",
+            "has no effect with everySteps or everySeconds, which set the interval; remove it, or "
+            "both of them",
             field="meanTimeBetweenFailures",
         ),
     )
@@ -115,11 +116,12 @@ class RestartRule(ApiModel):
     cel_rules = (
         Rule(
             "has(self.onClass) || has(self.onExitCodes)",
-            "never matches, as it names no class and no exit code; set onClass or onExitCodes",
+            "never matches, because it has neither a failure class nor an exit code; set onClass "
+            "or onExitCodes",
         ),
         Rule(
             "!has(self.onClass) || self.onClass != 'Overtaken' || self.action == 'Fail'",
-            "is never done after Overtaken, as another attempt writes the same folders by then; "
+            "is not possible after Overtaken, because another attempt writes to the same folders; "
             "remove the rule",
             field="action",
         ),
@@ -136,7 +138,9 @@ class RestartBackoff(ApiModel):
 
     cel_rules = (
         Rule(
-            "self.baseSeconds <= self.maxSeconds", "must be at most maxSeconds", field="baseSeconds"
+            "self.baseSeconds <= self.maxSeconds",
+            "must be at most maxSeconds; reduce it",
+            field="baseSeconds",
         ),
     )
 

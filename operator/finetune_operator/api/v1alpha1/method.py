@@ -78,7 +78,8 @@ class MethodSpec(ApiModel):
         ),
         Rule(
             "!has(self.quantization) || (self.type == 'qlora') == (self.quantization != 'none')",
-            "does not fit the method: qlora needs nf4 or int8, full and lora need none; remove it",
+            "does not match the method type: qlora requires nf4 or int8, full and lora none; "
+            "remove it",
             field="quantization",
         ),
         Rule(
@@ -120,7 +121,7 @@ class ActivationCheckpointing(StrEnum):
 
 _ABSOLUTE = Rule(
     "self.startsWith('/')",
-    "must be an absolute path, as ranks start in folders of their own; write it from /",
+    "must be an absolute path, because each rank starts in a folder of its own; start it with /",
 )
 
 
@@ -164,7 +165,7 @@ class StrategySpec(ApiModel):
         ),
         Rule(
             "self.offload != 'nvme' || self.type in ['zero3', 'ddp', 'auto']",
-            "needs strategy type zero3",
+            "requires strategy type zero3; use that type, or another offload",
             field="offload",
         ),
         Rule(
@@ -175,13 +176,13 @@ class StrategySpec(ApiModel):
         ),
         Rule(
             "self.offload != 'optimizer' || self.type != 'fsdp'",
-            "is not possible with fsdp, which moves parameters and optimizer together; use "
+            "is not supported with fsdp, which offloads parameters and optimizer together; use "
             "offload cpu",
             field="offload",
         ),
         Rule(
             "self.offload != 'nvme' || has(self.nvmePath)",
-            "needs nvmePath, the folder of its files; set it",
+            "requires nvmePath, the folder for its files; set nvmePath",
             field="offload",
         ),
         Rule(

@@ -24,7 +24,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Path = Annotated[
     str,
     Field(min_length=1, max_length=1024),
-    Rule("self.startsWith('/')", "must be an absolute path; write it from /"),
+    Rule("self.startsWith('/')", "must be an absolute path; start it with /"),
 ]
 ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
 UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -221,7 +221,7 @@ class FineTuneProfileSpec(ApiModel):
     cel_rules = (
         Rule(
             "has(self.image) != has(self.azureml)",
-            "needs exactly one of image, for the aks backend, and azureml",
+            "must set exactly one of image (aks backend) and azureml",
         ),
     )
 

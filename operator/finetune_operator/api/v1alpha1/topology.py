@@ -21,7 +21,7 @@ AzureMLEnvironment = Annotated[
         # Without a version, a restart could get another trainer than the first attempt had.
         f"self.matches('^azureml:(//registries/{_ASSET}/environments/{_ASSET}/versions/{_ASSET}|"
         f"{_ASSET}:{_ASSET})$')",
-        "names no environment with its version; write azureml:NAME:VERSION, or "
+        "must name an environment and its version; write azureml:NAME:VERSION, or "
         "azureml://registries/REGISTRY/environments/NAME/versions/VERSION",
     ),
 ]
@@ -80,12 +80,12 @@ class TopologySpec(ApiModel):
         ),
         Rule(
             "!has(self.minNodes) || self.minNodes <= self.nodes",
-            "must be at most nodes",
+            "must be at most nodes; reduce it",
             field="minNodes",
         ),
         Rule(
             "!has(self.maxNodes) || self.maxNodes >= self.nodes",
-            "must be at least nodes",
+            "must be at least nodes; raise it",
             field="maxNodes",
         ),
     )
@@ -133,7 +133,7 @@ class AzureMLSpec(ApiModel):
     cel_rules = (
         Rule(
             "!self.serverless || !has(self.compute)",
-            "has no effect on serverless compute; remove it, or serverless",
+            "has no effect with serverless compute; remove compute, or serverless",
             field="compute",
         ),
     )
@@ -146,7 +146,7 @@ class LocalSpec(ApiModel):
         Annotated[
             str,
             Field(min_length=1, max_length=2048),
-            Rule("!self.startsWith('file:')", "is a path, not a URI; leave out file://"),
+            Rule("!self.startsWith('file:')", "must be a path, not a URI; leave out file://"),
             ONLY_KNOWN,
         ]
         | None

@@ -140,12 +140,12 @@ class TrainingSpec(ApiModel):
         ),
         Rule(
             "!has(self.earlyStopping) || has(self.evalEverySteps)",
-            "has no effect without evalEverySteps; set it",
+            "has no effect without evalEverySteps; set evalEverySteps",
             field="earlyStopping",
         ),
         Rule(
             "self.warmup < 1.0 || !has(self.maxSteps) || self.warmup <= double(self.maxSteps)",
-            "must be at most maxSteps",
+            "must be at most maxSteps; reduce it",
             field="warmup",
         ),
     )

@@ -28,12 +28,14 @@ _FROZEN = (
 )  # fmt: skip
 """Fields that decide what is learned in which order, and where checkpoints are: with others, a
 checkpoint cannot be used."""
-# A write of the status does not change the spec. Comparing specs costs the API server more than the
-# rest of such a write, and these conditions detect most of them at almost no cost.
+# A write of the status leaves the spec as it is, whatever it sends along. Comparing specs costs the
+# API server more than the rest of such a write, and every status that the operator writes has a
+# changed ledger.
 _WRITES_STATUS = (
-    "self.status.phase != oldSelf.status.phase || "
-    "(has(self.status.progress) && has(oldSelf.status.progress) && "
-    "self.status.progress != oldSelf.status.progress)"
+    "(has(self.status.ledger) && has(oldSelf.status.ledger) && "
+    "self.status.ledger != oldSelf.status.ledger) || "
+    "self.status.observedGeneration != oldSelf.status.observedGeneration || "
+    "self.status.phase != oldSelf.status.phase"
 )
 _WRONG, _DO = "cannot change while the job is not suspended", "; set spec.suspend: true first"
 

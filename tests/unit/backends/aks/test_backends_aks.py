@@ -1021,7 +1021,7 @@ def test_a_profile_with_a_slip_is_refused_with_its_line(tmp_path: Path) -> None:
     out = CliRunner().invoke(app, ["validate", file])
     assert out.exit_code == 1
     assert "spec.volumes[0].mountPath" in out.stdout
-    assert "must be an absolute path; write it from /" in out.stdout
+    assert "must be an absolute path; start it with /" in out.stdout
 
 
 @pytest.mark.parametrize("source", ["own", "dcgm", "none"])

@@ -283,11 +283,11 @@ def test_what_only_pods_have_is_refused_in_a_profile_rather_than_ignored() -> No
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        pytest.param({}, "needs exactly one of image", id="neither"),
-        pytest.param({"image": "a", "azureml": SETTINGS}, "needs exactly one of", id="both"),
+        pytest.param({}, "must set exactly one of image", id="neither"),
+        pytest.param({"image": "a", "azureml": SETTINGS}, "must set exactly one of", id="both"),
         pytest.param(
             {"azureml": {**SETTINGS, "environment": "trainer"}},
-            "names no environment with its version",
+            "must name an environment and its version",
             id="environment without version",
         ),
         pytest.param(
@@ -295,7 +295,7 @@ def test_what_only_pods_have_is_refused_in_a_profile_rather_than_ignored() -> No
         ),
         pytest.param(
             {"azureml": {**SETTINGS, "env": {"MLFLOW_RUN_ID": "1"}}},
-            "sets a variable that Azure ML or the operator sets",
+            "sets a variable reserved for Azure ML and the operator",
             id="a variable of Azure ML",
         ),
         pytest.param(
