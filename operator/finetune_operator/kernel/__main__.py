@@ -20,9 +20,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         from finetune_operator.extras import sentence
 
-        if (said := sentence("finetune-operator", error)) is None:
+        if (message := sentence("finetune-operator", error)) is None:
             raise
-        sys.exit(said)
+        sys.exit(message)
     run()
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from finetune_operator.kernel.definitions import NAMES, look_at
+from finetune_operator.kernel.definitions import NAMES, check_definition
 from finetune_operator.kernel.events import COMPONENT
 from finetune_operator.kernel.rights import Right, Rights, command_for
 from finetune_operator.kernel.settings import Settings
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _SOON_SECONDS = 3.0
 """Time between two rounds while a right is missing, or before the first response."""
 
-_ANSWER_SECONDS = 10.0
+_ROUND_SECONDS = 10.0
 """Timeout for a whole round; without it a hanging API server would go unreported."""
 
 _REPEAT_SECONDS = 600.0
@@ -62,11 +62,11 @@ class Ability:
         self._client = client
         self._settings = settings
         self._rights = Rights(client)
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._changed = asyncio.Event()
         self._silence = ""
         self._loop = asyncio.get_running_loop()
-        self._told_at = self._loop.time()
+        self._reported_at = self._loop.time()
 
     @property
     def is_able(self) -> bool:
@@ -80,21 +80,21 @@ class Ability:
             return (f"{_UNKNOWN}{self._silence}",)
         return self.faults
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Start another round: the API server has refused a request."""
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Repeat the checks until cancelled."""
         while True:
-            self._asked.clear()
+            self._requested.clear()
             await self._round()
             wait = self._settings.resync_seconds * random.uniform(0.8, 1.0)
             if self._silence or not self.is_able:
                 wait = min(wait, _SOON_SECONDS)
             try:
                 async with asyncio.timeout(wait):
-                    await self._asked.wait()
+                    await self._requested.wait()
             except TimeoutError:
                 continue
 
@@ -112,53 +112,57 @@ class Ability:
 
     async def _round(self) -> None:
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                found = await self._look()
+            async with asyncio.timeout(_ROUND_SECONDS):
+                faults = await self._check()
         except (ApiError, TimeoutError) as error:
-            said = str(error) or "no answer in time"
+            message = str(error) or "no answer in time"
             if not self._silence:
-                log.warning("rights cannot be asked for", extra={"error": said})
-            self._silence = f" ({said})"
+                log.warning("rights cannot be asked for", extra={"error": message})
+            self._silence = f" ({message})"
             return
         self._silence = ""
-        before, self.faults = self.faults, found
+        before, self.faults = self.faults, faults
         self._changed.set()
         self._changed = asyncio.Event()
-        is_late = self._loop.time() - self._told_at > _REPEAT_SECONDS
-        if found != before or (found and is_late):
-            await self._tell(found)
+        is_late = self._loop.time() - self._reported_at > _REPEAT_SECONDS
+        if faults != before or (faults and is_late):
+            await self._report(faults)
 
-    async def _look(self) -> tuple[str, ...]:
-        definitions = await asyncio.gather(*(self._of_definition(name) for name in NAMES))
-        rights = await asyncio.gather(self._of_lease(), self._of_jobs(), self._of_profiles())
+    async def _check(self) -> tuple[str, ...]:
+        definitions = await asyncio.gather(*(self._check_definition(name) for name in NAMES))
+        rights = await asyncio.gather(
+            self._missing_for_lease(), self._missing_for_jobs(), self._missing_for_profiles()
+        )
         self.is_outdated = any(is_older for _, is_older in definitions)
-        said = [fault for fault, _ in definitions]
+        sentences = [fault for fault, _ in definitions]
         missing = [right for some in rights for right in some]
         account = await self._rights.account() if missing else ""
-        said += [_sentence(account, right) for right in missing]
-        return tuple(filter(None, said))
+        sentences += [_sentence(account, right) for right in missing]
+        return tuple(filter(None, sentences))
 
-    async def _of_definition(self, name: str) -> tuple[str, bool]:
+    async def _check_definition(self, name: str) -> tuple[str, bool]:
         """Return the problem of a CRD as a sentence, and whether it is older than this operator."""
         try:
-            unfit = await look_at(self._client, name)
+            problem = await check_definition(self._client, name)
         except ForbiddenError:
             right = Right(CRDS, ("get",), name=name)
             return _sentence(await self._rights.account(), right), False
         return (
-            (f"{unfit.said}; mend it with: {unfit.cure}", unfit.is_older) if unfit else ("", False)
+            (f"{problem.message}; mend it with: {problem.remedy}", problem.is_older)
+            if problem
+            else ("", False)
         )
 
-    async def _of_lease(self) -> list[Right]:
+    async def _missing_for_lease(self) -> list[Right]:
         settings = self._settings
         if not settings.leader_election:
             return []
         name, namespace = settings.lease_name, settings.lease_namespace
         use = await self._rights.missing(Right(LEASES, ("get", "update"), namespace, name))
-        make = await self._rights.missing(Right(LEASES, ("create",), namespace))
-        if use is None and make is not None and await self._has_lease():
-            make = None
-        return [one for one in (use, make) if one]
+        create = await self._rights.missing(Right(LEASES, ("create",), namespace))
+        if use is None and create is not None and await self._has_lease():
+            create = None
+        return [right for right in (use, create) if right]
 
     async def _has_lease(self) -> bool:
         settings = self._settings
@@ -168,7 +172,7 @@ class Ability:
             return False
         return True
 
-    async def _of_jobs(self) -> list[Right]:
+    async def _missing_for_jobs(self) -> list[Right]:
         """Return a missing right if FineTuneJobs cannot be listed in any namespace.
 
         A single refused namespace does not prevent the others from being served.
@@ -181,15 +185,15 @@ class Ability:
             first = first or missing
         return [first] if first else []
 
-    async def _of_profiles(self) -> list[Right]:
+    async def _missing_for_profiles(self) -> list[Right]:
         missing = await self._rights.missing(Right(FINE_TUNE_PROFILES, ("list", "watch")))
         return [missing] if missing else []
 
-    async def _tell(self, found: tuple[str, ...]) -> None:
-        self._told_at = self._loop.time()
-        if not found:
+    async def _report(self, faults: tuple[str, ...]) -> None:
+        self._reported_at = self._loop.time()
+        if not faults:
             log.info("able to work")
-        for fault in found:
+        for fault in faults:
             log.warning("not ready", extra={"fault": fault})
             await self._post(fault)
 

@@ -18,21 +18,21 @@ APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
 
 
 @dataclass(frozen=True)
-class Unfit:
+class CrdProblem:
     """A CustomResourceDefinition that the operator cannot work with.
 
     Attributes:
-        said: The problem, as a sentence.
-        cure: The command that fixes it.
+        message: The problem, as a sentence.
+        remedy: The command that fixes it.
         is_older: Whether it exists and is older than this operator.
     """
 
-    said: str
-    cure: str
+    message: str
+    remedy: str
     is_older: bool = False
 
 
-async def look_at(client: KubeClient, name: str) -> Unfit | None:
+async def check_definition(client: KubeClient, name: str) -> CrdProblem | None:
     """Read a CRD and return its problem, if it has one.
 
     Raises:
@@ -42,28 +42,30 @@ async def look_at(client: KubeClient, name: str) -> Unfit | None:
     try:
         return judge(await client.get(CRDS, name))
     except NotFoundError:
-        said = f"the cluster has no CustomResourceDefinition {name}"
-        return Unfit(f"{said}, which version {__version__} needs", APPLY)
+        message = f"the cluster has no CustomResourceDefinition {name}"
+        return CrdProblem(f"{message}, which version {__version__} needs", APPLY)
 
 
-def judge(definition: Object) -> Unfit | None:
+def judge(definition: Object) -> CrdProblem | None:
     """Return the problem of a CRD of the cluster, if it has one."""
     name = definition["metadata"]["name"]
-    said = f"the CustomResourceDefinition {name}"
+    crd = f"the CustomResourceDefinition {name}"
     found, needed = revision_of(definition), revision(name)
     if found < needed:
         labels = definition["metadata"].get("labels") or {}
         version = labels.get("app.kubernetes.io/version", "unknown")
-        older = f"{said} has revision {found} (version {version})"
+        older = f"{crd} has revision {found} (version {version})"
         needs = f"this operator (version {__version__}) needs revision {needed}"
-        return Unfit(f"{older}, and {needs}", _cure(definition), is_older=True)
+        return CrdProblem(f"{older}, and {needs}", _remedy(definition), is_older=True)
     if not is_served(definition):
-        gone = f"{said} serves no {VERSION}, which this operator (version {__version__}) needs"
-        return Unfit(gone, _cure(definition))
+        not_served = f"{crd} serves no {VERSION}, which this operator (version {__version__}) needs"
+        return CrdProblem(not_served, _remedy(definition))
     conditions = (definition.get("status") or {}).get("conditions") or ()
     if not any(one["type"] == "Established" and one["status"] == "True" for one in conditions):
         why = "; ".join(one["message"] for one in conditions if one["status"] != "True")
-        return Unfit(f"{said} is not served ({why or 'not yet'})", f"kubectl describe crd {name}")
+        return CrdProblem(
+            f"{crd} is not served ({why or 'not yet'})", f"kubectl describe crd {name}"
+        )
     return None
 
 
@@ -72,7 +74,7 @@ def is_served(definition: Object) -> bool:
     return any(one["name"] == VERSION and one["served"] for one in definition["spec"]["versions"])
 
 
-def _cure(definition: Object) -> str:
+def _remedy(definition: Object) -> str:
     annotations = definition["metadata"].get("annotations") or {}
     release, namespace = (annotations.get(f"{_HELM}-{part}") for part in ("name", "namespace"))
     if not release:

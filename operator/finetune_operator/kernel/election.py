@@ -86,10 +86,10 @@ class Election:
     async def acquire(self) -> None:
         """Return when this process leads; retries indefinitely after any error."""
         while True:
-            asked = self._loop.time()
+            began = self._loop.time()
             wait = await self._try()
             if wait is None:
-                self._leads_until = asked + self._options.renew_deadline_seconds
+                self._leads_until = began + self._options.renew_deadline_seconds
                 log.info("leading", extra={"identity": self._options.identity})
                 return
             await asyncio.sleep(wait)
@@ -104,10 +104,10 @@ class Election:
             if not self.is_leading:
                 log.warning("lost the lease", extra={"identity": self._options.identity})
                 return
-            asked = self._loop.time()
+            began = self._loop.time()
             wait = await self._try(self.seconds_left())
             if wait is None:
-                self._leads_until = asked + self._options.renew_deadline_seconds
+                self._leads_until = began + self._options.renew_deadline_seconds
             elif self.holder not in ("", self._options.identity):
                 self._leads_until = float("-inf")
 
@@ -136,15 +136,15 @@ class Election:
         try:
             seconds = min(longest_seconds, self._options.renew_deadline_seconds / 2)
             async with asyncio.timeout(seconds):
-                wait = await self._take_or_renew()
+                wait = await self._acquire_or_renew()
         except (AlreadyExistsError, ConflictError):
             wait = _STANDBY_SECONDS  # another replica was faster
         except ForbiddenError as error:
             self._forbid(str(error))
             return _STANDBY_SECONDS
         except (ApiError, TimeoutError) as error:
-            said = str(error) or "no answer in time"
-            log.warning("the lease cannot be renewed", extra={"error": said})
+            message = str(error) or "no answer in time"
+            log.warning("the lease cannot be renewed", extra={"error": message})
             return _STANDBY_SECONDS
         self.forbidden = ""
         return wait
@@ -155,16 +155,16 @@ class Election:
             self._on_forbidden()
         self.forbidden = message
 
-    async def _take_or_renew(self) -> float | None:
+    async def _acquire_or_renew(self) -> float | None:
         options = self._options
         try:
             lease = await self._client.get(LEASES, options.name, options.namespace)
         except NotFoundError:
-            made = {"metadata": {"name": options.name}, "spec": self._spec({})}
-            await self._client.create(LEASES, made, options.namespace)
+            lease = {"metadata": {"name": options.name}, "spec": self._spec({})}
+            await self._client.create(LEASES, lease, options.namespace)
             self.holder = options.identity
             return None
-        wait = self._seconds_of_another(lease)
+        wait = self._seconds_held_by_another(lease)
         if wait > 0:
             return min(wait, _STANDBY_SECONDS)
         await self._client.replace(
@@ -173,7 +173,7 @@ class Election:
         self.holder = options.identity
         return None
 
-    def _seconds_of_another(self, lease: Object) -> float:
+    def _seconds_held_by_another(self, lease: Object) -> float:
         """Return how long another replica holds the Lease, from its last renewal that we read."""
         spec = lease.get("spec") or {}
         self.holder = spec.get("holderIdentity") or ""

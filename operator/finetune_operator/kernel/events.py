@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 COMPONENT = "finetune-operator"
 _REMEMBERED = 4096
-_TOLD = (
+_REPORTED = (
     ConditionType.RUNNING,
     ConditionType.SUSPENDED,
     ConditionType.COMPLETE,
@@ -85,14 +85,14 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         ]
     created = new.backend_ref
     if created is not None and created != old.backend_ref:
-        said = f"attempt {new.attempt} is {created.kind} {created.name}"
-        events.append(JobEvent(EventType.NORMAL, "AttemptCreated", said))
+        message = f"attempt {new.attempt} is {created.kind} {created.name}"
+        events.append(JobEvent(EventType.NORMAL, "AttemptCreated", message))
     events += _overruling(old, new)
     events += [
         JobEvent(EventType.WARNING, "RankHoldsBack", one.message, subject=subject)
         for subject, one in new_suspects(old, new)
     ]
-    for kind in _TOLD:
+    for kind in _REPORTED:
         found = find(new, kind)
         if found is None or not is_true(new, kind):
             continue
@@ -155,11 +155,11 @@ class EventPoster:
         return True
 
     def _body(self, metadata: ObjectMeta, event: JobEvent) -> Object:
-        said = f"{metadata.uid}/{event.identity}"
+        content = f"{metadata.uid}/{event.identity}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
             "metadata": {
-                "name": f"{metadata.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
+                "name": f"{metadata.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}",
                 "namespace": metadata.namespace,
             },
             "involvedObject": {

@@ -137,11 +137,11 @@ class HealthServer:
     async def _healthz(self, request: "web.Request") -> "web.Response":
         health = self._read()
         complaints = health.complaints(self._stuck_seconds)
-        return _answer(health, complaints, is_good=not complaints)
+        return _respond(health, complaints, is_good=not complaints)
 
     async def _readyz(self, request: "web.Request") -> "web.Response":
         health = self._read()
-        return _answer(health, [], is_good=health.is_ready)
+        return _respond(health, [], is_good=health.is_ready)
 
     async def _metrics(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
@@ -150,7 +150,7 @@ class HealthServer:
         return web.Response(body=text, headers={"Content-Type": _CONTENT_TYPE})
 
 
-def _answer(health: Health, complaints: list[str], *, is_good: bool) -> "web.Response":
+def _respond(health: Health, complaints: list[str], *, is_good: bool) -> "web.Response":
     from aiohttp import web
 
     body = {

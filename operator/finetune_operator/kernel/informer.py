@@ -32,12 +32,12 @@ class NotShown:
     Attributes:
         message: Message of the API server.
         since: Time of the first refusal, on the loop's clock.
-        cure: What to do.
+        remedy: What to do.
     """
 
     message: str
     since: float
-    cure: str = "give it that right"
+    remedy: str = "give it that right"
 
 
 class Informer:
@@ -97,8 +97,8 @@ class Informer:
         """Why objects of jobs are hidden now; None if they are shown."""
         if self.forbidden or not self.absent or self.watch.selector is None:
             return self.forbidden
-        cure = f"have the cluster serve {self.watch.resource}, or use another backend"
-        return NotShown(self.absent, self._absent_since, cure)
+        remedy = f"have the cluster serve {self.watch.resource}, or use another backend"
+        return NotShown(self.absent, self._absent_since, remedy)
 
     async def run(self) -> None:
         """List and watch until cancelled; retry after each failure."""
@@ -116,7 +116,7 @@ class Informer:
                     failures = expiries = 0
                     self._note_activity()
                     self._allow()
-                    self._take_in(event.type, event.object)
+                    self._apply(event.type, event.object)
                 self._note_activity()
                 self._allow()
             except GoneError:
@@ -128,7 +128,7 @@ class Informer:
             except NotFoundError as error:
                 failures = 0
                 self._version = None
-                self._miss(str(error))
+                self._record_absence(str(error))
                 self._note_activity()
                 await asyncio.sleep(ABSENT_SECONDS)
             except ForbiddenError as error:
@@ -163,7 +163,7 @@ class Informer:
             self._wake(job)
         self.is_synced.set()
 
-    def _miss(self, message: str) -> None:
+    def _record_absence(self, message: str) -> None:
         """Record that the kind is not served; empty the cache from the second time."""
         self.is_synced.set()
         if not self.absent:
@@ -190,25 +190,25 @@ class Informer:
         place = {"namespace": self.namespace} if self.namespace else {}
         return {"resource": str(self.watch.resource), "used_by": self._used_by, **place, **fields}
 
-    def _take_in(self, kind: str, made: Object) -> None:
-        self._version = made["metadata"]["resourceVersion"]
+    def _apply(self, kind: str, obj: Object) -> None:
+        self._version = obj["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
             # Up to the previous bookmark: a write response may still be in flight.
             self._cache.forget_deletions(self._bookmark)
-            self._bookmark = version_of(made)
+            self._bookmark = version_of(obj)
             return
-        kept = self.watch.trim(made)
-        before = self._cache.get(key_of(kept))
-        changed = self._cache.remove(kept) if kind == "DELETED" else self._cache.put(kept)
-        if changed and (kind != "MODIFIED" or before is None or not _is_same(before, kept)):
-            for job in dict.fromkeys((job_key_of(kept), job_key_of(before or kept))):
+        trimmed = self.watch.trim(obj)
+        before = self._cache.get(key_of(trimmed))
+        changed = self._cache.remove(trimmed) if kind == "DELETED" else self._cache.put(trimmed)
+        if changed and (kind != "MODIFIED" or before is None or not _is_unchanged(before, trimmed)):
+            for job in dict.fromkeys((job_key_of(trimmed), job_key_of(before or trimmed))):
                 self._wake(job)
 
     def _note_activity(self) -> None:
         self.last_activity = asyncio.get_running_loop().time()
 
 
-def _is_same(before: Object, after: Object) -> bool:
+def _is_unchanged(before: Object, after: Object) -> bool:
     """Whether no retained field changed."""
     if version_of(before) > version_of(after):
         return False  # a response to a write of ours, for which no event has come

@@ -103,8 +103,8 @@ class FollowedJobs:
                 if version is None:
                     listing = await self._client.list(FINE_TUNE_JOBS, place)
                     version = listing.resource_version
-                    for one in listing.items:
-                        self._on_event(None, one)
+                    for obj in listing.items:
+                        self._on_event(None, obj)
                 watch = self._client.watch(
                     FINE_TUNE_JOBS,
                     place,

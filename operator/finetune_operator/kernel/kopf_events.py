@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 _LOGIN_SECONDS = 5.0
 _LATE_SECONDS = 2.0  # grace after server_timeout before we close the watch
-_PONDER_SECONDS = 5.0  # between a response and the request that must follow it
-_LOOK_SECONDS = 0.5
+_NEXT_REQUEST_GRACE_SECONDS = 5.0  # between a response and the request that must follow it
+_CHECK_SECONDS = 0.5
 
 _THREAD = "kopf"
 
@@ -67,7 +67,7 @@ class KopfThread:
                 log.warning("kopf watches nothing any more")
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
+                await asyncio.wait_for(self._ended.wait(), _CHECK_SECONDS)
 
     def stop(self) -> None:
         """Stop delivering events and end kopf; its thread may live for some more seconds."""
@@ -97,7 +97,7 @@ class KopfThread:
     def _longest_pause(self) -> float:
         """Longest time between a failed request and the next."""
         waits = max(self._options.backoff.max_seconds, _LOGIN_SECONDS)
-        return self._options.request_seconds + waits + _PONDER_SECONDS
+        return self._options.request_seconds + waits + _NEXT_REQUEST_GRACE_SECONDS
 
     def _run(self) -> None:
         try:
@@ -135,7 +135,7 @@ class KopfThread:
                 await self._log_in_again()
             session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
-                middlewares=(self._ask,),
+                middlewares=(self._send,),
                 read_bufsize=2**21,
             )
             self._sessions.append(session)  # kopf closes sessions whose token was refused
@@ -143,7 +143,7 @@ class KopfThread:
 
         @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
         async def event(event: kopf.RawEvent, **_: Any) -> None:
-            self._call(self._hand_on, event["type"], dict(event["object"]))
+            self._call(self._forward, event["type"], dict(event["object"]))
 
         return registry
 
@@ -155,28 +155,28 @@ class KopfThread:
             await asyncio.sleep(_LOGIN_SECONDS)
         self._tried_token = token
 
-    async def _ask(
+    async def _send(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         """Send a request with the current token, which is renewed on disk while kopf runs."""
         request.headers.update(await self._access.headers())
-        self._call(self._note_asked, request.url.path)
+        self._call(self._note_request, request.url.path)
         status = 0
         try:
-            answer = await handler(request)
-            status = answer.status
-            return answer
+            response = await handler(request)
+            status = response.status
+            return response
         finally:
-            self._call(self._note_answer, request.url.path, status)
+            self._call(self._note_response, request.url.path, status)
 
-    def _note_asked(self, path: str) -> None:
+    def _note_request(self, path: str) -> None:
         if known := self._known(path):
             self._asked_at[known] = self._loop.time()
             self._due_at = math.inf
         else:
             self._expect(self._longest_pause)
 
-    def _note_answer(self, path: str, status: int) -> None:
+    def _note_response(self, path: str, status: int) -> None:
         """Set the deadline of the next request after a response."""
         if self._known(path):
             if status == 404:  # which ends kopf, after a while
@@ -185,7 +185,7 @@ class KopfThread:
         if status in (0, 429) or status >= 500:
             self._asked_at = dict.fromkeys(self._asked_at, self._loop.time())
         is_final = 0 < status < 400 or status == 404
-        self._expect(_PONDER_SECONDS if is_final else self._longest_pause)
+        self._expect(_NEXT_REQUEST_GRACE_SECONDS if is_final else self._longest_pause)
 
     def _known(self, path: str) -> str:
         """Return the path of FineTuneJobs, which may follow a prefix of the server; else empty."""
@@ -196,26 +196,26 @@ class KopfThread:
         self._due_at = self._loop.time() + seconds
 
     def _settings(self) -> kopf.OperatorSettings:
-        made = kopf.OperatorSettings()
-        made.networking.error_backoffs = self._options.backoff
-        made.networking.request_timeout = self._options.request_seconds
-        made.watching.server_timeout = self._options.watch_seconds
-        made.watching.client_timeout = self._watch_seconds
-        made.watching.chunk_size = 500
-        made.persistence.diffbase_storage = _NoDiffs()
-        made.queueing.idle_timeout = 0.2  # lifetime of a worker task after its last event
-        made.scanning.disabled = True
-        made.posting.enabled = False
-        made.process.ultimate_exiting_timeout = None  # the default kills the next term
-        return made
+        obj = kopf.OperatorSettings()
+        obj.networking.error_backoffs = self._options.backoff
+        obj.networking.request_timeout = self._options.request_seconds
+        obj.watching.server_timeout = self._options.watch_seconds
+        obj.watching.client_timeout = self._watch_seconds
+        obj.watching.chunk_size = 500
+        obj.persistence.diffbase_storage = _NoDiffs()
+        obj.queueing.idle_timeout = 0.2  # lifetime of a worker task after its last event
+        obj.scanning.disabled = True
+        obj.posting.enabled = False
+        obj.process.ultimate_exiting_timeout = None  # the default kills the next term
+        return obj
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the operator's loop, unless that has ended before kopf."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _hand_on(self, kind: str | None, made: Object) -> None:
-        self._on_event(kind, made)
+    def _forward(self, kind: str | None, obj: Object) -> None:
+        self._on_event(kind, obj)
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
@@ -241,5 +241,5 @@ def join_threads(seconds: float) -> None:
             thread.join(seconds)
 
 
-def _ignore(kind: str | None, made: Object) -> None:
+def _ignore(kind: str | None, obj: Object) -> None:
     """Drop an event that was in flight when the thread was stopped."""

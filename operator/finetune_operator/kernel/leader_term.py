@@ -105,7 +105,7 @@ class LeaderTerm:
             resync_seconds=settings.resync_seconds,
             backoff=_WATCH_BACKOFF,
             wake=self._queue.add,
-            on_served=self._listen_anew,
+            on_served=self._restart_kopf,
             on_refused=on_refused,
         )
         self._informers = Informers(settings.namespaces, self._informer)
@@ -145,7 +145,7 @@ class LeaderTerm:
                 await self._resync.list_all()
                 await self._informers.wait_until_synced()
                 self._is_synced = True
-                self._backlog.update(key_of(one) for one in self._jobs)
+                self._backlog.update(key_of(job) for job in self._jobs)
                 log.info("synced", extra={"jobs": len(self._jobs)})
                 group.create_task(self._resync.run())
                 for _ in range(self._settings.workers + _SPARE_WORKERS):
@@ -236,18 +236,18 @@ class LeaderTerm:
             log.warning("kopf ended; it starts again")
             await asyncio.sleep(_WATCH_BACKOFF.seconds(failures))
             # kopf searches for the kind only when it starts, so the kind must be served by then.
-            await self._resync.list_anew()
+            await self._resync.list_again()
 
-    def _listen_anew(self) -> None:
+    def _restart_kopf(self) -> None:
         """Restart kopf, so that it searches for the kind again."""
         if self._events is not None:
             self._events.stop()
 
-    def _on_event(self, kind: str | None, made: Object) -> None:
-        kept = trim_metadata(made)
-        changed = self._jobs.remove(kept) if kind == "DELETED" else self._jobs.put(kept)
+    def _on_event(self, kind: str | None, obj: Object) -> None:
+        trimmed = trim_metadata(obj)
+        changed = self._jobs.remove(trimmed) if kind == "DELETED" else self._jobs.put(trimmed)
         if changed:
-            self._queue.add(key_of(kept))
+            self._queue.add(key_of(trimmed))
         if kind is None and self._is_synced:
             # kopf lists after missed events, without the deletions among them.
             self._resync.missed_events.set()
@@ -268,12 +268,12 @@ class LeaderTerm:
             self._queue.add(key)
             return
         stalled = (ConditionType.STALLED, "True")
-        for one in self._jobs:
-            status = one.get("status", {})
-            is_told = status.get("observedGeneration") == one["metadata"]["generation"]
+        for job in self._jobs:
+            status = job.get("status", {})
+            is_reported = status.get("observedGeneration") == job["metadata"]["generation"]
             conditions = status.get("conditions", ())
-            if not is_told or any((c["type"], c["status"]) == stalled for c in conditions):
-                self._queue.add(key_of(one))
+            if not is_reported or any((c["type"], c["status"]) == stalled for c in conditions):
+                self._queue.add(key_of(job))
 
     def _informer(self, watch: Watch, place: Place, used_by: str) -> Informer:
         return Informer(
@@ -293,10 +293,10 @@ class LeaderTerm:
 
 def _points(settings: Settings) -> list[EntryPoint]:
     """Return the entry points that `settings.backends` names as NAME=MODULE:CLASS."""
-    pairs = (one.partition("=") for one in settings.backends)
+    pairs = (job.partition("=") for job in settings.backends)
     return [EntryPoint(name, value, registry.GROUP) for name, _, value in pairs]
 
 
 def _failure(key: Key, error: Exception, wait: float) -> dict[str, object]:
-    said = str(error) or type(error).__name__
-    return {"job": str(key), "error": said, "requeue_seconds": round(wait, 2)}
+    message = str(error) or type(error).__name__
+    return {"job": str(key), "error": message, "requeue_seconds": round(wait, 2)}

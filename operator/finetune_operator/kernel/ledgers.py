@@ -34,14 +34,14 @@ class _Entry:
     """Ledger of one job.
 
     Attributes:
-        made: Object of the job.
-        said: Last report of rank 0; only if its page cannot be scraped.
+        obj: Object of the job.
+        report: Last report of rank 0; only if its page cannot be scraped.
     """
 
-    made: Object
+    obj: Object
     uid: str
     ledger: Ledger
-    said: Progress | None = None
+    report: Progress | None = None
 
 
 class LedgerBook:
@@ -69,7 +69,7 @@ class LedgerBook:
                 for value in label.values:
                     self._counts.add(metric, backend, value, amount=0)
 
-    def hear(self, view: JobView, seen: Observation, *, is_scraped: bool) -> None:
+    def apply_report(self, view: JobView, seen: Observation, *, is_scraped: bool) -> None:
         """Apply the report of rank 0 of the open attempt, if the observation has one.
 
         Args:
@@ -77,25 +77,25 @@ class LedgerBook:
             seen: Observation of the attempt.
             is_scraped: Whether Prometheus can scrape rank 0 itself.
         """
-        said = (seen.termination.progress if seen.termination else None) or seen.progress
-        if said is None or view.attempt is None:
+        report = (seen.termination.progress if seen.termination else None) or seen.progress
+        if report is None or view.attempt is None:
             return
         entry, now = self._entry(view), self._now()
-        entry.said = None if is_scraped else said
-        gpus = seen.nodes_ready * _gpus_of_a_node(view.raw) or entry.ledger.gpus
-        entry.ledger = hear(entry.ledger, view.attempt.number, said, gpus, now)
+        entry.report = None if is_scraped else report
+        gpus = seen.nodes_ready * _gpus_per_node(view.raw) or entry.ledger.gpus
+        entry.ledger = hear(entry.ledger, view.attempt.number, report, gpus, now)
 
-    def follow(self, view: JobView, status: FineTuneJobStatus) -> None:
+    def apply_status(self, view: JobView, status: FineTuneJobStatus) -> None:
         """Apply a decided status."""
         if is_finished(view.written) and is_finished(status):
             return  # its ledger is closed and written
         entry = self._entry(view)
-        gpus = status.nodes.ready * _gpus_of_a_node(view.raw)
+        gpus = status.nodes.ready * _gpus_per_node(view.raw)
         entry.ledger = turn(entry.ledger, status, gpus, self._now())
 
-    def stamped(self, view: JobView, status: FineTuneJobStatus) -> FineTuneJobStatus:
+    def with_ledger(self, view: JobView, status: FineTuneJobStatus) -> FineTuneJobStatus:
         """Return the status with the job's ledger, ready to be written."""
-        self.follow(view, status)
+        self.apply_status(view, status)
         return status.model_copy(update={"ledger": saved(self._entry(view).ledger)})
 
     def note_written(
@@ -133,7 +133,7 @@ class LedgerBook:
         now = self._now()
         if not entry.ledger.is_closed:
             entry.ledger = replace(at(entry.ledger, now), is_closed=True)
-            backend = (entry.made["spec"].get("backend") or {}).get("type", "")
+            backend = (entry.obj["spec"].get("backend") or {}).get("type", "")
             self._count_end(str(backend), JobPhase.DELETING, entry.ledger)
         self._deleted.pop(key, None)
         self._deleted[key] = (entry, now)
@@ -146,28 +146,28 @@ class LedgerBook:
         if ended is not None and now - parse_rfc3339(ended) > ENDED_SHOWN:
             return None
         entry = self._new_entry(view) if ended is not None else self._entry(view)
-        said = entry.said if view.attempt is not None else None
-        return JobNow(view.raw, at(entry.ledger, now), now, said)
+        report = entry.report if view.attempt is not None else None
+        return JobNow(view.raw, at(entry.ledger, now), now, report)
 
     def deleted(self) -> Iterator[JobNow]:
         """Yield the figures of recently deleted jobs for the metrics page."""
         self._drop_old()
         for key, (entry, when) in self._deleted.items():
             if key not in self._entries:
-                yield JobNow(entry.made, entry.ledger, when)
+                yield JobNow(entry.obj, entry.ledger, when)
 
     def _entry(self, view: JobView) -> _Entry:
         entry = self._entries.get(view.key)
         if entry is None or entry.uid != view.uid:
             self.remove(view.key)
             entry = self._entries[view.key] = self._new_entry(view)
-        entry.made = view.raw
+        entry.obj = view.raw
         return entry
 
     def _new_entry(self, view: JobView) -> _Entry:
         """Return the ledger that the status of a job has."""
         created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
-        gpus = view.written.nodes.ready * _gpus_of_a_node(view.raw)
+        gpus = view.written.nodes.ready * _gpus_per_node(view.raw)
         return _Entry(view.raw, view.uid, taken_up(view.written, created, gpus, self._now()))
 
     def _count_end(self, backend: str, phase: JobPhase, ledger: Ledger) -> None:
@@ -192,5 +192,5 @@ class LedgerBook:
             del self._deleted[key]
 
 
-def _gpus_of_a_node(made: Object) -> int:
-    return int((made["spec"].get("topology") or {}).get("gpusPerNode") or 0)
+def _gpus_per_node(obj: Object) -> int:
+    return int((obj["spec"].get("topology") or {}).get("gpusPerNode") or 0)

@@ -37,8 +37,8 @@ def set_up(log_format: LogFormat, level: LogLevel, handler: logging.Handler | No
 
 def _is_first_failure(record: logging.LogRecord) -> bool:
     """Whether a record of kopf is not about a repeated retry of the same request."""
-    said = record.getMessage()
-    return not said.startswith("Request attempt #") or said.startswith("Request attempt #1 ")
+    message = record.getMessage()
+    return not message.startswith("Request attempt #") or message.startswith("Request attempt #1 ")
 
 
 class LogFile(logging.FileHandler):

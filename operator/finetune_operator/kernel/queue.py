@@ -148,11 +148,11 @@ class WorkQueue:
 
     async def get(self) -> Key:
         """Return the next key; the caller must call `done` or `add_rate_limited` with it."""
-        while (found := self._next()) is None:
+        while (item := self._next()) is None:
             turn = self._loop.create_future()
             self._idle.append(turn)
             await turn
-        key, group = found
+        key, group = item
         self._waiting.discard(key)
         group.urgent.pop(key, None)
         group.ready.pop(key, None)

@@ -110,8 +110,8 @@ class Reconciler:
 
     def jobs_now(self) -> Iterator[JobNow]:
         """Yield the figures of each of our jobs for the metrics page."""
-        for made in self._cache:
-            view = self._index.get(key_of(made))
+        for obj in self._cache:
+            view = self._index.get(key_of(obj))
             if view is None or not view.is_ours:
                 continue
             if (now := self._ledgers.now_of(view)) is not None:

@@ -81,13 +81,15 @@ class Resync:
 
     def forbidden(self) -> dict[str, str]:
         """Return the API server's message for each namespace that is not listed."""
-        return {name_in(FINE_TUNE_JOBS, place): said for place, said in self._forbidden.items()}
+        return {
+            name_in(FINE_TUNE_JOBS, place): message for place, message in self._forbidden.items()
+        }
 
     def absent(self) -> dict[str, str]:
         """Return the API server's message by kind, while it does not serve FineTuneJobs."""
         return {str(FINE_TUNE_JOBS): self._absent} if self._absent else {}
 
-    async def list_anew(self) -> None:
+    async def list_again(self) -> None:
         """Wait until `run` has listed all jobs again."""
         done = self._loop.create_future()
         self._waiting.append(done)
@@ -131,10 +133,10 @@ class Resync:
                     await self._list(place)
             except NotFoundError as error:
                 was_absent = True
-                await self._try_again(ABSENT_SECONDS, error)
+                await self._wait_to_retry(ABSENT_SECONDS, error)
             except ApiError as error:
                 failures += 1
-                await self._try_again(self._backoff.seconds(failures), error)
+                await self._wait_to_retry(self._backoff.seconds(failures), error)
             else:
                 break
         if was_absent:
@@ -142,7 +144,7 @@ class Resync:
             self._absent = ""
             self._on_served()
 
-    async def _try_again(self, seconds: float, error: ApiError) -> None:
+    async def _wait_to_retry(self, seconds: float, error: ApiError) -> None:
         is_absent = isinstance(error, NotFoundError)
         if is_absent and not self._absent:
             self._on_refused()

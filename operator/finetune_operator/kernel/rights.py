@@ -62,8 +62,8 @@ class Rights:
         Raises:
             ApiError: The API server has not responded.
         """
-        answers = await asyncio.gather(*(self._is_given(right, verb) for verb in right.verbs))
-        denied = tuple(verb for verb, given in zip(right.verbs, answers, strict=True) if not given)
+        grants = await asyncio.gather(*(self._is_granted(right, verb) for verb in right.verbs))
+        denied = tuple(verb for verb, given in zip(right.verbs, grants, strict=True) if not given)
         return replace(right, verbs=denied) if denied else None
 
     async def account(self) -> str:
@@ -82,7 +82,7 @@ class Rights:
                 return ""
         return self._account
 
-    async def _is_given(self, right: Right, verb: str) -> bool:
+    async def _is_granted(self, right: Right, verb: str) -> bool:
         try:
             status = await review_access(
                 self._client, verb, right.resource, right.namespace, name=right.name

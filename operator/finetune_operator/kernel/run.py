@@ -149,7 +149,7 @@ class _Process:
 
     async def _campaign(self, client: KubeClient, ability: Ability, stop: asyncio.Event) -> None:
         options = self._lease_options()
-        election = self._election = Election(client, options, ability.look_again)
+        election = self._election = Election(client, options, ability.recheck)
         while not stop.is_set():
             try:
                 await _first_of(ability.until_current(), stop.wait())
@@ -162,7 +162,7 @@ class _Process:
                 await election.release()  # also after an error, so that a standby need not wait
 
     async def _lead(self, client: KubeClient, ability: Ability) -> None:
-        self._term = self._make_term(client, on_refused=ability.look_again)
+        self._term = self._make_term(client, on_refused=ability.recheck)
         try:
             await self._term.run()
         finally:

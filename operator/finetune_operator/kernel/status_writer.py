@@ -87,7 +87,7 @@ class StatusWriter:
         Raises:
             StaleError: The job has changed.
         """
-        self._ledgers.follow(view, status)
+        self._ledgers.apply_status(view, status)
         with_handle = (
             view.parsed is not None and self._backends.finds_from_cache(view.backend) is False
         )
@@ -109,7 +109,7 @@ class StatusWriter:
         Raises:
             StaleError: The job has changed.
         """
-        status = self._ledgers.stamped(view, status)
+        status = self._ledgers.with_ledger(view, status)
         change = status_patch(view.written, status)
         written = await self.patch(view, {"status": change}, is_status=True)
         phase, attempt = status.phase.value, status.attempt

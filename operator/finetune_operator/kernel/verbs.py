@@ -128,7 +128,7 @@ class Observer:
             )
         view.memory.observing.reset()
         is_scraped = self._backends.pages_are_scraped(view.backend)
-        self._ledgers.hear(view, seen, is_scraped=is_scraped)
+        self._ledgers.apply_report(view, seen, is_scraped=is_scraped)
         return seen
 
     def observe_absent(self, view: JobView) -> Observation:
@@ -239,7 +239,7 @@ def unseen(view: JobView, missing: NotShown) -> Rejection:
     """Return the rejection of a job whose children the API server does not show."""
     text = (
         f"spec.backend.type {view.backend}: the operator cannot see what runs in this namespace "
-        f"({missing.message}); {missing.cure}{_STAYS if view.is_deleted else ''}"
+        f"({missing.message}); {missing.remedy}{_STAYS if view.is_deleted else ''}"
     )
     return Rejection(Reason.BACKEND_FAILED, text)
 

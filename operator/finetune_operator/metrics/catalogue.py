@@ -16,7 +16,9 @@ BACKEND = Label("backend")
 OF_JOB = (Label("namespace"), Label("finetunejob"))
 
 CATEGORY = Label("category", tuple(Category))
-RESTARTED = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
+RESTARTED = tuple(
+    failure.value for failure in FailureClass if failure is not FailureClass.COMPLETED
+)
 """Classes after which an attempt may follow."""
 
 _WAIT_BUCKETS = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0, 86400.0)
@@ -198,14 +200,14 @@ ENDED_GPU = Metric(
 )
 
 
-def _told(metric: Metric) -> Metric:
+def _of_job(metric: Metric) -> Metric:
     return replace(metric, labels=(*OF_JOB, *metric.labels))
 
 
-TOLD_STEP = _told(trainer.GLOBAL_STEP)
-TOLD_LOSS = _told(trainer.LOSS)
-TOLD_TOKENS = _told(trainer.TOKENS_PER_SECOND)
-TOLD_AGE = _told(trainer.LAST_SEEN_AGE)
+RANK_ZERO_STEP = _of_job(trainer.GLOBAL_STEP)
+RANK_ZERO_LOSS = _of_job(trainer.LOSS)
+RANK_ZERO_TOKENS = _of_job(trainer.TOKENS_PER_SECOND)
+RANK_ZERO_AGE = _of_job(trainer.LAST_SEEN_AGE)
 
 OF_OPERATOR = (
     LEADER,
@@ -236,7 +238,7 @@ OF_JOBS = (
 OF_FLEET = (TIME_TO_FIRST_STEP, QUEUE_WAIT, RECOVERY, ENDS, ENDED_WALLCLOCK, ENDED_GPU)
 """Of all jobs of a backend, also of those that begin and end between two scrapes."""
 
-OF_RANK_ZERO = (TOLD_STEP, TOLD_LOSS, TOLD_TOKENS, TOLD_AGE)
+OF_RANK_ZERO = (RANK_ZERO_STEP, RANK_ZERO_LOSS, RANK_ZERO_TOKENS, RANK_ZERO_AGE)
 """Of rank 0 of jobs whose pages nobody can scrape, under the names that those pages have."""
 
 ALL = (*OF_OPERATOR, *OF_FLEET, *OF_JOBS, *OF_RANK_ZERO)

@@ -21,21 +21,21 @@ class JobNow:
     """One job at the moment of a scrape.
 
     Attributes:
-        made: Its object, as it was seen last.
+        obj: The object, as it was last seen.
         ledger: Its ledger at that moment.
         now: That moment.
-        said: What rank 0 of the open attempt has reported, where nobody can scrape it.
+        report: Last report of rank 0 of the open attempt, if its page cannot be scraped.
     """
 
-    made: Object
+    obj: Object
     ledger: Ledger
     now: datetime
-    said: Progress | None = None
+    report: Progress | None = None
 
     @property
     def labels(self) -> tuple[str, str]:
         """The values of `catalogue.OF_JOB`."""
-        metadata = self.made["metadata"]
+        metadata = self.obj["metadata"]
         return metadata.get("namespace", ""), metadata["name"]
 
     def series(self, metric: Metric) -> Series:
@@ -45,12 +45,12 @@ class JobNow:
     @property
     def spec(self) -> Object:
         """The spec, with its defaults; of another version it may lack anything."""
-        return _part(self.made, "spec")
+        return _part(self.obj, "spec")
 
     @property
     def status(self) -> Object:
         """The status that was written last."""
-        return _part(self.made, "status")
+        return _part(self.obj, "status")
 
 
 def _part(whole: Mapping[str, Any], name: str) -> Object:
@@ -90,7 +90,7 @@ def _gpu_seconds(job: JobNow) -> Series:
 def _restarts(job: JobNow) -> Series:
     """Yield what was written: what is not yet would be counted again after a change of leader."""
     written = _part(job.status, "ledger").get("restarts") or ()
-    counts = {one["failureClass"]: one["count"] for one in written}
+    counts = {suspect["failureClass"]: suspect["count"] for suspect in written}
     for failure in catalogue.RESTARTED:
         yield (failure,), counts.get(failure, 0)
 
@@ -103,8 +103,8 @@ def _recovery(job: JobNow) -> Series:
 def _checkpoint_age(job: JobNow) -> Series:
     if job.ledger.is_closed:
         return
-    if job.said is not None and job.said.checkpoint is not None:
-        yield (), max(0.0, job.now.timestamp() - job.said.checkpoint.time)
+    if job.report is not None and job.report.checkpoint is not None:
+        yield (), max(0.0, job.now.timestamp() - job.report.checkpoint.time)
     elif last := _part(_part(job.status, "checkpoint"), "last"):
         yield (), max(0.0, (job.now - parse_rfc3339(last["time"])).total_seconds())
 
@@ -124,24 +124,24 @@ def _eta(job: JobNow) -> Series:
 def _suspects(job: JobNow) -> Series:
     attempts = job.status.get("attempts") or []
     if attempts and not attempts[-1].get("endTime"):
-        for one in job.status.get("suspects") or []:
-            yield (one.get("node", ""), str(one["rank"]), one["cause"]), 1.0
+        for suspect in job.status.get("suspects") or []:
+            yield (suspect.get("node", ""), str(suspect["rank"]), suspect["cause"]), 1.0
 
 
-def _told(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
+def _reported(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
     def series(job: JobNow) -> Series:
         """Yield what rank 0 of an open attempt has reported."""
-        if job.said is None or job.ledger.is_closed:
+        if job.report is None or job.ledger.is_closed:
             return
-        value = value_of(job, job.said)
+        value = value_of(job, job.report)
         if value is not None:
             yield ("0",), value
 
     return series
 
 
-def _age(job: JobNow, said: Progress) -> float:
-    return max(0.0, job.now.timestamp() - said.time)
+def _age(job: JobNow, report: Progress) -> float:
+    return max(0.0, job.now.timestamp() - report.time)
 
 
 _SERIES: dict[str, Callable[[JobNow], Series]] = {
@@ -155,8 +155,8 @@ _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.PROGRESS_RATIO.name: _progress,
     catalogue.ETA.name: _eta,
     catalogue.SUSPECT.name: _suspects,
-    catalogue.TOLD_STEP.name: _told(lambda job, said: said.step),
-    catalogue.TOLD_LOSS.name: _told(lambda job, said: said.loss),
-    catalogue.TOLD_TOKENS.name: _told(lambda job, said: said.tokens_per_second),
-    catalogue.TOLD_AGE.name: _told(_age),
+    catalogue.RANK_ZERO_STEP.name: _reported(lambda job, report: report.step),
+    catalogue.RANK_ZERO_LOSS.name: _reported(lambda job, report: report.loss),
+    catalogue.RANK_ZERO_TOKENS.name: _reported(lambda job, report: report.tokens_per_second),
+    catalogue.RANK_ZERO_AGE.name: _reported(_age),
 }

@@ -25,7 +25,7 @@ def shown(world: LiveWorld) -> JobNow | None:
 
 def check(now: JobNow) -> None:
     """Show that the categories sum to the age of the job, or to what that was at its end."""
-    age = now.now - parse_rfc3339(now.made["metadata"]["creationTimestamp"])
+    age = now.now - parse_rfc3339(now.obj["metadata"]["creationTimestamp"])
     total = sum(now.ledger.time.values())
     if now.ledger.is_closed:
         assert total <= age.total_seconds() * 1000
@@ -55,7 +55,7 @@ def test_the_ledger_sums_to_the_age_of_the_job_at_any_moment(
                 world.heal()
                 if (now := shown(world)) is not None:
                     check(now)
-                    written = now.made.get("status") or {}
+                    written = now.obj.get("status") or {}
                     if written.get("completionTime"):
                         ended = ended or dict(written["ledger"]["time"])
                         assert ended == written["ledger"]["time"]

@@ -44,9 +44,9 @@ APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
     ],
 )
 def test_a_right_is_said_in_words_and_given_by_a_command(
-    right: Right, said: str, command: str
+    right: Right, message: str, command: str
 ) -> None:
-    assert str(right) == said
+    assert str(right) == message
     assert command_for(right, "system:serviceaccount:ops:ft") == command
 
 
@@ -105,8 +105,8 @@ def test_an_older_crd_is_told_with_both_revisions() -> None:
 
     assert found is not None
     assert found.is_older
-    assert found.cure == APPLY
-    assert found.said == (
+    assert found.remedy == APPLY
+    assert found.message == (
         f"the CustomResourceDefinition {NAME} has revision {revision(NAME) - 1} (version "
         f"{__version__}), and this operator (version {__version__}) needs revision {revision(NAME)}"
     )
@@ -120,7 +120,7 @@ def test_a_newer_crd_that_has_dropped_our_version_is_told() -> None:
 
     assert found is not None
     assert not found.is_older
-    assert "serves no v1alpha1" in found.said
+    assert "serves no v1alpha1" in found.message
 
 
 def test_a_crd_whose_names_are_taken_is_told_in_the_clusters_words() -> None:
@@ -131,7 +131,7 @@ def test_a_crd_whose_names_are_taken_is_told_in_the_clusters_words() -> None:
     found = judge(made)
 
     assert found is not None
-    assert found.said == (
+    assert found.message == (
         f'the CustomResourceDefinition {NAME} is not served ("ftj" is already in use)'
     )
-    assert found.cure == f"kubectl describe crd {NAME}"
+    assert found.remedy == f"kubectl describe crd {NAME}"

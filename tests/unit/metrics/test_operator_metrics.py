@@ -260,8 +260,8 @@ def test_a_scrape_asks_nobody() -> None:
         ages = []
         for _ in range(20):
             page = lives.page()
-            assert page.value(catalogue.TOLD_STEP, finetunejob="tiny", rank="0") == 3
-            ages.append(page.value(catalogue.TOLD_AGE, finetunejob="tiny"))
+            assert page.value(catalogue.RANK_ZERO_STEP, finetunejob="tiny", rank="0") == 3
+            ages.append(page.value(catalogue.RANK_ZERO_AGE, finetunejob="tiny"))
             await asyncio.sleep(0.1)
         assert ages == sorted(set(ages))
         assert lives.api.calls.by_kind == asked
