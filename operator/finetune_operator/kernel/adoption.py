@@ -63,7 +63,7 @@ def _with_first_attempt(
     since = found.since or now
     status = attempts.with_plan(job.status, plan) if plan else job.status
     status = attempts.open_next(status, since)
-    # The attempt runs the first spec: a change of the spec made 0.1.0 write the status.
+    # The attempt runs the first spec: after a change of the spec 0.1.0 wrote the status.
     has_queue = bool(job.spec.queue)
     status = describe(status, starting(status.attempt), since, generation=1, has_queue=has_queue)
     return attempts.with_handle(status, found.handle)

@@ -22,7 +22,7 @@ class CrdProblem:
     """A CustomResourceDefinition that the operator cannot work with.
 
     Attributes:
-        message: The problem, as a sentence.
+        message: Sentence about the problem.
         remedy: The command that fixes it.
         is_older: Whether it exists and is older than this operator.
     """

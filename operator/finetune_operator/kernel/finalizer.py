@@ -87,7 +87,7 @@ class Finalizer:
 
         Raises:
             StaleError: The job has changed.
-            FineTuneError: The attempt cannot be ended; `retryable` tells if a retry may help.
+            FineTuneError: The attempt cannot be ended; see `retryable`.
         """
         has_ours = FINALIZER in view.finalizers
         if not view.finalizers or (ORPHAN in view.finalizers and not has_ours):
@@ -198,7 +198,7 @@ class Finalizer:
         """Return the job with its last attempt, also if the status has no handle of it.
 
         Raises:
-            FineTuneError: The backend cannot tell whether the attempt exists.
+            FineTuneError: It is unknown whether the attempt exists.
         """
         if view.handle is not None or view.attempt is None:
             return view

@@ -46,7 +46,7 @@ class _Entry:
 
     @property
     def status(self) -> FineTuneJobStatus:
-        """Status of the job, as it was written."""
+        """Written status of the job."""
         return self.view.written
 
     @property
@@ -140,7 +140,7 @@ class FolderBook:
         """Whether an attempt of a job that was deleted still runs.
 
         Raises:
-            FineTuneError: The backend cannot tell now; ask again.
+            FineTuneError: The backend has not responded; try again.
         """
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:

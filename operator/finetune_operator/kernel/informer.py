@@ -43,7 +43,7 @@ class NotShown:
 class Informer:
     """Keeps one cache filled from one namespace, or from all.
 
-    A missing right (also that of a deleted namespace) does not block the start: the informer counts
+    A missing right (also in a deleted namespace) does not block the start: the informer counts
     as synced, sets `forbidden` and retries; its cache stays unchanged.
 
     Args:
@@ -51,7 +51,7 @@ class Informer:
         watch: Kind, selector and cached fields.
         cache: The cache to fill.
         wake: Called with the job of each changed object; with None for a kind without jobs.
-        on_missed_events: Called when a watch broke: events may be lost, also those of other kinds.
+        on_missed_events: Called when a watch broke: events of any kind may be lost.
         namespace: The only namespace; None for all.
         backoff: Waits between two tries.
         used_by: Names of the backends that watch the kind, for the log.

@@ -50,8 +50,8 @@ class JobEvents(Protocol):
     def asked_at(self) -> float | None:
         """Return the time of the last request for FineTuneJobs; None before the first.
 
-        With several namespaces, that of the namespace requested longest ago. The time is the
-        loop's; a request without a response counts, too.
+        With several namespaces, the oldest of their last requests. The time is the loop's; a
+        request without a response counts, too.
         """
 
 

@@ -53,7 +53,7 @@ class KopfThread:
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
-        """Start to watch; the first events are those of all existing objects."""
+        """Start to watch; first comes one event for each existing object."""
         self._expect(self._longest_pause)
         self._thread.start()
 

@@ -60,7 +60,7 @@ class LeaderTerm:
     Args:
         client: Access to the cluster.
         settings: Settings of the process.
-        backends: Backends by name; None for those of installed packages.
+        backends: Backends by name; by default those that installed packages register.
         folder: Base of `file://./x` in a manifest; by default the current folder.
         listen: Returns a source of events of FineTuneJobs, which is used until it ends.
         now: The time, with a zone.
@@ -261,8 +261,8 @@ class LeaderTerm:
     def wake(self, key: Key | None) -> None:
         """Requeue the job whose child has changed; None requeues all jobs that may be unblocked.
 
-        These are the stalled jobs, and those whose newest spec has no status yet: a reconcile that
-        runs now may have read the objects before they changed.
+        These are the stalled jobs, and the jobs whose newest spec has no status yet: a reconcile
+        in progress may have read the objects before they changed.
         """
         if key is not None:
             self._queue.add(key)

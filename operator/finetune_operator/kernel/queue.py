@@ -105,7 +105,7 @@ class WorkQueue:
         self._not_before: dict[Key, float] = {}
 
     def __len__(self) -> int:
-        """Count the keys that are queued or processed, without those whose timer runs."""
+        """Count the queued and processed keys, without keys that wait for their timer."""
         return len(self._waiting) + len(self._taken) + len(self._woken)
 
     @property

@@ -93,7 +93,7 @@ class Rights:
 
 
 async def own_name(client: KubeClient) -> str:
-    """Return the user name of the caller, as the API server knows it."""
+    """Return the user name that the API server knows the caller by."""
     created = await client.create(SELF_REVIEWS, {"metadata": {}})
     return str(created["status"]["userInfo"]["username"])
 

@@ -104,7 +104,7 @@ class StatusWriter:
         return await self.write(view, status), 0.0
 
     async def write(self, view: JobView, status: FineTuneJobStatus) -> JobView:
-        """Write the status, and post the Events of what has become true by it.
+        """Write the status, and post the Events for its changes.
 
         Raises:
             StaleError: The job has changed.

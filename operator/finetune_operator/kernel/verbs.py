@@ -79,7 +79,7 @@ class Observer:
         other again adopts it.
 
         Raises:
-            FineTuneError: The backend cannot tell whether the attempt exists.
+            FineTuneError: It is unknown whether the attempt exists.
         """
         if view.attempt is None or view.handle is not None:
             return view
@@ -91,7 +91,7 @@ class Observer:
         """Return the job with the handle of its open attempt, if that exists under its name.
 
         Raises:
-            FineTuneError: The backend cannot tell whether the attempt exists.
+            FineTuneError: It is unknown whether the attempt exists.
         """
         number = view.status.attempt
         found = await self._backends.of(view.job).find(view.job, Attempt(number))
@@ -205,7 +205,7 @@ class Actions:
         """Cancel the attempt if that was decided; return whether all of it is gone already.
 
         No event would report that: the backend has put the responses to its own requests into its
-        cache, so the same objects from the watch change nothing.
+        cache, which the same objects from the watch do not change.
         """
         ref, order = view.ref, decision.action(Cancel)
         if ref is None or seen is None or order is None:

@@ -1,1 +1,1 @@
-"""What the operator tells Prometheus: of itself, and of each job."""
+"""Metrics of the operator and of each job, exported to Prometheus."""

@@ -1,7 +1,8 @@
 """Every metric of the operator, declared once with the trainer's `Metric`.
 
-Its page and `docs/reference/metrics.md` follow from here. A series of a job names the job, as the
-operator tells of all: whoever scrapes it must keep these labels (`honorLabels`).
+The metrics page and `docs/reference/metrics.md` follow from it. The operator exports series of all
+jobs, each with the labels of its job, which the scrape configuration must not overwrite
+(`honorLabels`).
 """
 
 from dataclasses import replace
@@ -219,7 +220,7 @@ OF_OPERATOR = (
     QUEUE_OLDEST,
     BACKLOG,
 )
-"""Of the operator's own work, in the page's order."""
+"""Metrics of the operator's own work, in the order of the page."""
 
 OF_JOBS = (
     JOB_INFO,
@@ -233,13 +234,13 @@ OF_JOBS = (
     ETA,
     SUSPECT,
 )
-"""Of each job, which the leader alone tells of, in the page's order."""
+"""Metrics of each job, exported by the leader only, in the order of the page."""
 
 OF_FLEET = (TIME_TO_FIRST_STEP, QUEUE_WAIT, RECOVERY, ENDS, ENDED_WALLCLOCK, ENDED_GPU)
-"""Of all jobs of a backend, also of those that begin and end between two scrapes."""
+"""Metrics of all jobs of a backend, including jobs that start and finish between two scrapes."""
 
 OF_RANK_ZERO = (RANK_ZERO_STEP, RANK_ZERO_LOSS, RANK_ZERO_TOKENS, RANK_ZERO_AGE)
-"""Of rank 0 of jobs whose pages nobody can scrape, under the names that those pages have."""
+"""Metrics of rank 0 of jobs whose pages cannot be scraped, under the names of those pages."""
 
 ALL = (*OF_OPERATOR, *OF_FLEET, *OF_JOBS, *OF_RANK_ZERO)
-"""Everything that the operator's page has, in its order."""
+"""All metrics of the operator's page, in its order."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """Counters and histograms by metric; no registry holds them, as tests run several operators."""
+    """Counters and histograms by metric, without a registry: tests run several operators."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {}

@@ -1,4 +1,4 @@
-"""What the page shows of a job, as its object and the operator's memory have it."""
+"""Values of the metrics of one job, from its object and its ledger."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ Series = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True)
 class JobNow:
-    """One job at the moment of a scrape.
+    """State of a job at the moment of a scrape.
 
     Attributes:
-        obj: The object, as it was last seen.
-        ledger: Its ledger at that moment.
+        obj: Object of the job.
+        ledger: Ledger of the job at that moment.
         now: That moment.
         report: Last report of rank 0 of the open attempt, if its page cannot be scraped.
     """
@@ -34,22 +34,22 @@ class JobNow:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The values of `catalogue.OF_JOB`."""
+        """Values of the labels `catalogue.OF_JOB`."""
         metadata = self.obj["metadata"]
         return metadata.get("namespace", ""), metadata["name"]
 
     def series(self, metric: Metric) -> Series:
-        """Yield its series of a metric: the values of the labels after the job's, and the value."""
+        """Yield the series of a metric: values of the labels after the job's, and the value."""
         return _SERIES[metric.name](self)
 
     @property
     def spec(self) -> Object:
-        """The spec, with its defaults; of another version it may lack anything."""
+        """Spec with its defaults; a spec of another version may lack any field."""
         return _part(self.obj, "spec")
 
     @property
     def status(self) -> Object:
-        """The status that was written last."""
+        """Status that was written last."""
         return _part(self.obj, "status")
 
 
@@ -88,7 +88,7 @@ def _gpu_seconds(job: JobNow) -> Series:
 
 
 def _restarts(job: JobNow) -> Series:
-    """Yield what was written: what is not yet would be counted again after a change of leader."""
+    """Yield the restarts of the written status: others would be counted again by a new leader."""
     written = _part(job.status, "ledger").get("restarts") or ()
     counts = {suspect["failureClass"]: suspect["count"] for suspect in written}
     for failure in catalogue.RESTARTED:
@@ -130,7 +130,7 @@ def _suspects(job: JobNow) -> Series:
 
 def _reported(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[[JobNow], Series]:
     def series(job: JobNow) -> Series:
-        """Yield what rank 0 of an open attempt has reported."""
+        """Yield the reported value of rank 0 of an open attempt."""
         if job.report is None or job.ledger.is_closed:
             return
         value = value_of(job, job.report)
