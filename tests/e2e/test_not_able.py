@@ -59,7 +59,7 @@ def test_release_without_rights_fails_and_its_pods_say_what_gives_them(
     assert "availableReplicas" not in deployment["status"]
     described = cluster.kubectl("describe", "pods", *where)
     lacks = "get and update leases.coordination.k8s.io finetune-operator"
-    mended = f"{ACCOUNT} may not {lacks} in namespace {NAMESPACE}; mend it with: kubectl create"
+    mended = f"{ACCOUNT} may not {lacks} in namespace {NAMESPACE}; fix it with: kubectl create"
     assert described.count(mended) == 2  # both replicas: none of them could ever lead
     assert [one["status"]["containerStatuses"][0]["restartCount"] for one in pods(cluster)] == [
         0,

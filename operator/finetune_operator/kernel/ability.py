@@ -39,7 +39,7 @@ _ROUND_SECONDS = 10.0
 _REPEAT_SECONDS = 600.0
 """Time after which missing rights are reported again: Events expire after an hour."""
 
-_UNKNOWN = "the API server has not answered yet what this replica may do"
+_UNKNOWN = "the API server has not reviewed the rights of this replica yet"
 
 
 class Ability:
@@ -115,9 +115,9 @@ class Ability:
             async with asyncio.timeout(_ROUND_SECONDS):
                 faults = await self._check()
         except (ApiError, TimeoutError) as error:
-            message = str(error) or "no answer in time"
+            message = str(error) or "no response before the timeout"
             if not self._silence:
-                log.warning("rights cannot be asked for", extra={"error": message})
+                log.warning("rights cannot be reviewed", extra={"error": message})
             self._silence = f" ({message})"
             return
         self._silence = ""
@@ -148,7 +148,7 @@ class Ability:
             right = Right(CRDS, ("get",), name=name)
             return _sentence(await self._rights.account(), right), False
         return (
-            (f"{problem.message}; mend it with: {problem.remedy}", problem.is_older)
+            (f"{problem.message}; fix it with: {problem.remedy}", problem.is_older)
             if problem
             else ("", False)
         )
@@ -210,7 +210,7 @@ class Ability:
 
 def _sentence(account: str, right: Right) -> str:
     who = account or "the operator's account"
-    return f"{who} may not {right}; mend it with: {command_for(right, account)}"
+    return f"{who} may not {right}; fix it with: {command_for(right, account)}"
 
 
 def _event(settings: Settings, fault: str) -> Object:

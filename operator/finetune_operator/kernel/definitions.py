@@ -58,7 +58,9 @@ def judge(definition: Object) -> CrdProblem | None:
         needs = f"this operator (version {__version__}) needs revision {needed}"
         return CrdProblem(f"{older}, and {needs}", _remedy(definition), is_older=True)
     if not is_served(definition):
-        not_served = f"{crd} serves no {VERSION}, which this operator (version {__version__}) needs"
+        not_served = (
+            f"{crd} does not serve {VERSION}, which this operator (version {__version__}) needs"
+        )
         return CrdProblem(not_served, _remedy(definition))
     conditions = (definition.get("status") or {}).get("conditions") or ()
     if not any(one["type"] == "Established" and one["status"] == "True" for one in conditions):

@@ -143,7 +143,7 @@ class Election:
             self._forbid(str(error))
             return _STANDBY_SECONDS
         except (ApiError, TimeoutError) as error:
-            message = str(error) or "no answer in time"
+            message = str(error) or "no response before the timeout"
             log.warning("the lease cannot be renewed", extra={"error": message})
             return _STANDBY_SECONDS
         self.forbidden = ""

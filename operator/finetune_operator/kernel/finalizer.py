@@ -186,7 +186,7 @@ class Finalizer:
             return False
         handle = ref.handle
         text = (
-            f"attempt {ref.number} was told to stop by {rfc3339(until)} and its end was never "
+            f"attempt {ref.number} was asked to stop by {rfc3339(until)} and its end was never "
             f"confirmed; {handle.kind} {handle.name} may still run{handle.url and ', see '}"
             f"{handle.url}; end it there"
         )

@@ -247,12 +247,12 @@ class FolderBook:
         conflict = sentence(mine, theirs, f"the job {other}")
         if self._entries[other].is_gone:
             return (
-                f"{conflict}, which was deleted and still runs; this job goes on once that has "
-                "ended"
+                f"{conflict}, which was deleted and still runs; this job continues once that "
+                "has ended"
             )
         return (
-            f"{conflict}, and a folder has one writer for good, also when that one is deleted; use "
-            "another, such as one with {namespace} and {name} in it"
+            f"{conflict}, and a folder belongs to its first job permanently, also after that is "
+            "deleted; use another folder, such as a path with {namespace} and {name} in it"
         )
 
 

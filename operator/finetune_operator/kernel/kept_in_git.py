@@ -31,7 +31,7 @@ def recreation(metadata: Mapping[str, Any], job: FineTuneJob) -> JobEvent | None
         return None
     text = (
         f"spec.ttlSecondsAfterFinished {seconds} deletes the job that long after its end, and "
-        f"{tool} then creates it again from Git: it trains anew, or is refused on folders that "
+        f"{tool} then creates it again from Git: it trains again, or is refused on folders that "
         "it has written; remove the field, and remove the finished job from Git instead"
     )
     return JobEvent(EventType.WARNING, "WillBeRecreated", text)

@@ -64,7 +64,7 @@ class KopfThread:
         """
         while not self._ended.is_set():
             if self._is_lost():
-                log.warning("kopf watches nothing any more")
+                log.warning("kopf no longer watches FineTuneJobs")
                 return
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), _CHECK_SECONDS)

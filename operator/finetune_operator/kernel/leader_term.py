@@ -201,7 +201,9 @@ class LeaderTerm:
                 # A fault of ours in one job must not end the work on all others.
                 wait = self._queue.add_rate_limited(key)
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend)
-                log.exception("reconcile broke off", extra=_failure(key, error, wait))
+                log.exception(
+                    "reconcile raised an unexpected error", extra=_failure(key, error, wait)
+                )
             else:
                 self._queue.done(key, result.requeue_seconds)
             seconds = self._loop.time() - began
@@ -213,7 +215,7 @@ class LeaderTerm:
         if key in self._backlog:
             self._backlog.discard(key)
             if not self._backlog:
-                log.info("caught up with what was there")
+                log.info("backlog reconciled")
 
     async def _run_kopf(self) -> None:
         """Run kopf, and start it again whenever it ends."""

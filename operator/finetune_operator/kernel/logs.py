@@ -55,7 +55,7 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._has_warned:
             self._has_warned = True
-            print(f"{self.baseFilename} is not whole: {error.strerror}", file=sys.stderr)
+            print(f"{self.baseFilename} is incomplete: {error.strerror}", file=sys.stderr)
 
 
 class TextLine(logging.Formatter):

@@ -246,7 +246,7 @@ class Reconciler:
         seen = self._observer.observe_absent(view)
         if not seen.all_gone:
             return Result(seen.requeue_seconds)
-        await self._report_failure(view, SubmitFailed("nothing of it was created", is_absent=True))
+        await self._report_failure(view, SubmitFailed("it was never created", is_absent=True))
         return AT_ONCE
 
     async def _report_failure(self, view: JobView, failed: SubmitFailed) -> Result:

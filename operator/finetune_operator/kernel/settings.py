@@ -56,14 +56,16 @@ def _in_capitals(value: Any) -> Any:
 def _as_namespace(value: str) -> str:
     """Refuse a name that is not a DNS label (RFC 1123), as namespaces need."""
     if len(value) > 63 or not _LABEL.fullmatch(value):
-        raise ValueError("is no name of a namespace; use up to 63 of a-z, 0-9 and - between them")
+        raise ValueError(
+            "is not a valid namespace name; use up to 63 of a-z, 0-9 and - between them"
+        )
     return value
 
 
 def _as_object_name(value: str) -> str:
     """Refuse a name that is not a DNS subdomain (RFC 1123), as Leases need."""
     if len(value) > 253 or not all(map(_LABEL.fullmatch, value.split("."))):
-        raise ValueError("is no name of a Lease; use a-z, 0-9, and - or . between them")
+        raise ValueError("is not a valid Lease name; use a-z, 0-9, and - or . between them")
     return value
 
 
@@ -100,8 +102,7 @@ class Settings(BaseModel):
     )
     backends: Words = Field(
         (),
-        description="Backends besides those of installed packages, as NAME=MODULE:CLASS, by "
-        "commas.",
+        description="Backends in addition to installed packages, as NAME=MODULE:CLASS, by commas.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         24, description="Jobs of one backend reconciled at once, and four of others."
@@ -111,37 +112,38 @@ class Settings(BaseModel):
     )
     request_seconds: Seconds = Field(20.0, description="Longest time for one request.")
     resync_seconds: Seconds = Field(
-        300.0, description="A full LIST corrects what a watch has lost, after so long at most."
+        300.0,
+        description="Longest time between two full LISTs, which correct what a watch has lost.",
     )
     retry_seconds: Seconds = Field(0.25, description="Wait after the first failure of a job.")
     max_retry_seconds: Seconds = Field(30.0, description="Longest wait after a failure.")
     leader_election: bool = Field(
-        True, description="Wait for a Lease; false only where there can be one process."
+        True, description="Wait for a Lease; false only if a single process can run."
     )
     lease_name: Annotated[str, AfterValidator(_as_object_name)] = Field(
         "finetune-operator", description="Lease that the leader holds."
     )
     lease_namespace: NamespaceName = Field(
-        default_factory=_own_namespace, description="Its namespace; by default the pod's."
+        default_factory=_own_namespace, description="Namespace of the Lease; by default the pod's."
     )
     lease_seconds: Seconds = Field(
-        15.0, description="A Lease not renewed for so long is taken over."
+        15.0, description="A Lease that was not renewed for this long is taken over."
     )
     renew_deadline_seconds: Seconds = Field(
-        10.0, description="A leader that could not renew for so long writes nothing any more."
+        10.0, description="A leader that could not renew for this long stops writing."
     )
     renew_seconds: Seconds = Field(2.0, description="Time between two renewals.")
     identity: str = Field(
         default_factory=socket.gethostname, description="Name in the Lease; by default the host's."
     )
     pod_name: str = Field("", description="Name of the process's pod, for Events about it.")
-    pod_uid: str = Field("", description="Its uid; empty posts none.")
+    pod_uid: str = Field("", description="Uid of the pod; empty posts no Events.")
     health_host: str = Field("0.0.0.0", description="Address of /healthz, /readyz and /metrics.")
     health_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         8080, description="Port of /healthz, /readyz and /metrics; 0 takes a free one."
     )
     stuck_seconds: Seconds = Field(
-        300.0, description="A job or watch that stood still for so long makes /healthz fail."
+        300.0, description="A job or watch that is stuck for this long makes /healthz fail."
     )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text or json.")
     log_level: Annotated[LogLevel, BeforeValidator(_in_capitals)] = Field(
@@ -154,7 +156,7 @@ class Settings(BaseModel):
             raise ValueError(
                 f"{PREFIX}RENEW_SECONDS, {PREFIX}RENEW_DEADLINE_SECONDS and {PREFIX}LEASE_SECONDS "
                 f"are {self.renew_seconds:g}, {self.renew_deadline_seconds:g} and "
-                f"{self.lease_seconds:g}; make each longer than the one before, such as 2, 10, 15"
+                f"{self.lease_seconds:g}; make each longer than the previous one, such as 2, 10, 15"
             )
         return self
 

@@ -44,10 +44,10 @@ OBSERVE_AGAIN_SECONDS = 1.0
 
 _BACKOFF = Backoff(2 * OBSERVE_AGAIN_SECONDS, 30.0)
 _LATE_SUBMIT_SECONDS = 5.0  # between searches for an attempt that may yet appear
-_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="nothing of it was created")
+_ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="it was never created")
 
 _STAYS = (
-    "; the job stays until its attempt has ended. Fix that, or make sure that nothing of the "
+    "; the job stays until its attempt has ended. Fix that, or make sure that no part of the "
     f"attempt runs, and then remove the finalizer {FINALIZER}"
 )
 
@@ -211,7 +211,7 @@ class Actions:
         if ref is None or seen is None or order is None:
             return False
         backend = self._backends.of(view.job)
-        problem = f"attempt {ref.number} cannot be told to stop, and runs on"
+        problem = f"attempt {ref.number} cannot be cancelled and still runs"
         await self._reported(view, seen, problem, backend.cancel(ref, order.until))
         return (await backend.observe(ref)).all_gone
 

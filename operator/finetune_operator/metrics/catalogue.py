@@ -29,7 +29,7 @@ LEADER = Metric(
     "finetune_operator_leader",
     MetricType.GAUGE,
     "replicas",
-    "1 while this replica holds the Lease, else 0; only the leader tells of jobs and queue.",
+    "1 while this replica holds the Lease, else 0; only the leader exports jobs and queue.",
     (),
 )
 BUILD_INFO = Metric(
@@ -43,7 +43,7 @@ API_REQUESTS = Metric(
     "finetune_operator_api_requests_total",
     MetricType.COUNTER,
     "requests",
-    "Requests to the API server; code is the HTTP status, 0 where there was no answer.",
+    "Requests to the API server; code is the HTTP status, 0 if there was no response.",
     (Label("verb"), Label("resource"), Label("code")),
 )
 RECONCILE_DURATION = Metric(
@@ -58,7 +58,7 @@ RECONCILE_ERRORS = Metric(
     "finetune_operator_reconcile_errors_total",
     MetricType.COUNTER,
     "reconciles",
-    "Reconciles that failed, each of which is tried again.",
+    "Reconciles that failed; each is retried.",
     (BACKEND,),
 )
 QUEUE_DEPTH = Metric(
@@ -79,7 +79,7 @@ BACKLOG = Metric(
     "finetune_operator_backlog_jobs",
     MetricType.GAUGE,
     "jobs",
-    "Jobs that were there when this replica began to lead, and have not been reconciled since.",
+    "Jobs that existed when this replica began to lead, and have not been reconciled since.",
     (),
 )
 JOB_INFO = Metric(
@@ -101,8 +101,8 @@ WALLCLOCK = Metric(
     MetricType.GAUGE,
     "seconds",
     "Where a job's time went since it was created; the categories sum to its age, or to what it "
-    "was at its end. A category that is absent is 0. No counter, as a new leader may see a moment "
-    "otherwise.",
+    "was at its end. A category that is absent is 0. Not a counter, because a new leader "
+    "may classify a moment differently.",
     (*OF_JOB, CATEGORY),
 )
 GPU_SECONDS = Metric(
@@ -182,7 +182,7 @@ ENDS = Metric(
     "finetune_job_ends_total",
     MetricType.COUNTER,
     "jobs",
-    "Jobs that ended; Deleting is one that was deleted before its end.",
+    "Jobs that ended; Deleting counts jobs that were deleted before their end.",
     (BACKEND, Label("phase", (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.DELETING))),
 )
 ENDED_WALLCLOCK = Metric(

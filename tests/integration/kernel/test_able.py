@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 HERE = (*WHERE_JOBS_ARE, *FOR_THE_LEASE, *ABOUT_ITSELF)
-UNASKED = "has not answered yet what this replica may do"
+UNASKED = "has not reviewed the rights of this replica yet"
 JOBS_CRD = "finetunejobs.finetune.dev"
 SOON: dict[str, Any] = {"resync_seconds": 1}
 SHORT: dict[str, Any] = {"lease_seconds": 3, "renew_deadline_seconds": 2, "renew_seconds": 0.5}
@@ -99,7 +99,7 @@ def is_all(operator: OperatorProcess, wanted: str) -> bool:
 def mend(plane: ControlPlane, operator: OperatorProcess) -> None:
     """Run what the operator says, until it is Ready."""
     for fault in unable(operator):
-        run(plane, fault.partition("; mend it with: ")[2])
+        run(plane, fault.partition("; fix it with: ")[2])
     wait_until(lambda: is_ready(operator), 20, "it is Ready again")
 
 
@@ -251,7 +251,7 @@ def test_a_leader_whose_crd_becomes_older_writes_nothing_until_that_is_mended(
         (said,) = unable(operator)
         assert said == (
             f"the CustomResourceDefinition {JOBS_CRD} has revision 0 (version 0.0.9), and this "
-            f"operator (version {__version__}) needs revision {revision(JOBS_CRD)}; mend it with: "
+            f"operator (version {__version__}) needs revision {revision(JOBS_CRD)}; fix it with: "
             "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
         )
         wait_until(lambda: not operator.health()["leading"], 30, "it gives the Lease up")
@@ -294,7 +294,7 @@ def test_crds_of_another_helm_release_are_upgraded_by_that_release(
     ):
         (said,) = unable(operator)
         assert said.endswith(
-            "mend it with: helm upgrade theirs charts/finetune-operator --namespace elsewhere "
+            "fix it with: helm upgrade theirs charts/finetune-operator --namespace elsewhere "
             "--reset-then-reuse-values"
         )
     own_api.install_crds()
@@ -339,7 +339,7 @@ def test_an_api_server_that_is_away_costs_no_replica(plane: ControlPlane, own_ap
                 codes |= {each.health()["code"] for each in (one, two)}
                 with OperatorProcess(own_api.kubeconfig, namespace, "new", **SHORT) as new:
                     (said,) = unable(new)
-                    assert said.startswith("the API server has not answered yet what this replica")
+                    assert said.startswith("the API server has not reviewed the rights of this")
                     plane.start_server()
                     wait_until(lambda: is_ready(new), 30, "it is Ready")
             finally:

@@ -163,7 +163,7 @@ def test_it_waits_for_a_cluster_that_is_not_there_yet(
     with Gate(api.kubeconfig, tmp_path) as gate:
         gate.shut()
         with OperatorProcess(gate.kubeconfig, namespace, "one", **QUICK) as operator:
-            operator.wait_for("rights cannot be asked for")
+            operator.wait_for("rights cannot be reviewed")
             api.apply(namespace, "early")
             gate.open()
             operator.wait_for("synced")

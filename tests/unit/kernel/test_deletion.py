@@ -261,7 +261,7 @@ def test_an_attempt_that_cannot_be_told_to_stop_is_told_once_and_no_longer_than_
         await world.look_for(60)
         stalled = world.condition("Stalled")
         assert (stalled["status"], stalled["reason"]) == ("True", "BackendFailed")
-        assert "attempt 1 cannot be told to stop" in stalled["message"]
+        assert "attempt 1 cannot be cancelled" in stalled["message"]
         assert world.job["status"]["phase"] == "Suspending"
         before = world.writes
         await world.look_for(60)

@@ -33,7 +33,7 @@ def test_a_deleted_job_whose_plugin_is_gone_says_why_it_stays_and_goes_once_it_i
         assert (stalled["status"], stalled["reason"]) == ("True", "BackendNotFound")
         assert stalled["message"].startswith(UNKNOWN)
         assert (
-            "; the job stays until its attempt has ended. Fix that, or make sure that nothing of "
+            "; the job stays until its attempt has ended. Fix that, or make sure that no part of "
             "the attempt runs, and then remove the finalizer finetune.dev/backend; attempt 1 is "
             "left alone"
         ) in stalled["message"]

@@ -71,7 +71,7 @@ async def complete(world: FaultyWorld) -> None:
 @pytest.mark.parametrize(
     ("verb", "happens", "said", "phase"),
     [
-        pytest.param("cancel", suspend, "attempt 1 cannot be told to stop", "Suspended"),
+        pytest.param("cancel", suspend, "attempt 1 cannot be cancelled", "Suspended"),
         pytest.param("collect", complete, "what it exported cannot be collected", "Succeeded"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_deleted_job_that_cannot_be_read_stays_while_an_attempt_of_it_may_exis
         await world.work()
         assert world.stalled().startswith(
             "attempt 1 may exist, and cannot be searched for while the spec cannot be read; the "
-            "job stays until its attempt has ended. Fix that, or make sure that nothing of the "
+            "job stays until its attempt has ended. Fix that, or make sure that no part of the "
             "attempt runs, and then remove the finalizer finetune.dev/backend"
         )
         await world.change(training={"globalBatchSize": readable})

@@ -21,7 +21,7 @@ APPLY = "ftctl crd | kubectl apply --server-side --force-conflicts -f -"
 
 
 @pytest.mark.parametrize(
-    ("right", "said", "command"),
+    ("right", "message", "command"),
     [
         pytest.param(
             Right(LEASES, ("get", "update"), "ops", "ft"),
@@ -120,7 +120,7 @@ def test_a_newer_crd_that_has_dropped_our_version_is_told() -> None:
 
     assert found is not None
     assert not found.is_older
-    assert "serves no v1alpha1" in found.message
+    assert "does not serve v1alpha1" in found.message
 
 
 def test_a_crd_whose_names_are_taken_is_told_in_the_clusters_words() -> None:

@@ -80,15 +80,17 @@ def test_process_whose_health_pages_cannot_be_served_ends_with_one_sentence(
         pytest.param("WORKRES", "4", "is not a setting", id="misspelt"),
         pytest.param("WORKERS", "many", "valid integer", id="no number"),
         pytest.param("RESYNC_SECONDS", "0", "greater than 0", id="out of bounds"),
-        pytest.param("RENEW_DEADLINE_SECONDS", "20", "longer than the one before", id="order"),
+        pytest.param("RENEW_DEADLINE_SECONDS", "20", "longer than the previous one", id="order"),
         pytest.param("RETRY_SECONDS", "60", "no shorter than the first", id="order of retries"),
         pytest.param("LOG_LEVEL", "LOUD", "'LOUD': input should be 'DEBUG'", id="no level"),
         pytest.param("LOG_FORMAT", "xml", "'text' or 'json'", id="no format"),
-        pytest.param("NAMESPACES", "a,team_A", "'team_A': is no name of a namesp", id="no label"),
+        pytest.param("NAMESPACES", "a,team_A", "'team_A': is not a valid namespace", id="no label"),
         pytest.param("NAMESPACES", "a" * 64, "up to 63", id="too long"),
-        pytest.param("LEASE_NAME", "Bad_Name", "is no name of a Lease", id="no name"),
-        pytest.param("LEASE_NAME", "a..b", "is no name of a Lease", id="no name between dots"),
-        pytest.param("LEASE_NAMESPACE", "a.b", "is no name of a namespace", id="a dot too many"),
+        pytest.param("LEASE_NAME", "Bad_Name", "is not a valid Lease name", id="no name"),
+        pytest.param("LEASE_NAME", "a..b", "is not a valid Lease name", id="no name between dots"),
+        pytest.param(
+            "LEASE_NAMESPACE", "a.b", "is not a valid namespace name", id="a dot too many"
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(name: str, value: str, said: str) -> None:

@@ -208,7 +208,7 @@ def test_deleted_after_each_of_the_operators_writes_a_job_leaves_nothing(
         time.sleep(QUIET_SECONDS)
         assert operator.calls(*WRITES) == before
         assert operator.health()["queue"] == 0
-        assert operator.said("reconcile broke off") == []
+        assert operator.said("reconcile raised an unexpected error") == []
         failures = Counter(one["job"] for one in operator.said("reconcile failed"))
         assert all(number <= FEW for number in failures.values()), failures
     assert whole, "no story was told to its end, so that not each write is known"
