@@ -1,7 +1,7 @@
-"""A backend that runs nothing and does exactly what a test says.
+"""A fake backend that a test scripts; it starts no process.
 
-It keeps the contract (`suite` runs against it), so what works with it fails
-elsewhere only for reasons of the other backend. Nothing here reads time or chance.
+The fake passes `suite`, so code that works with it fails with another backend only for reasons of
+that backend. It is deterministic: it reads neither the time nor random numbers.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def ended(
     *,
     progress: Progress | None = None,
 ) -> Observation:
-    """Return what is seen of an attempt that ended so, with all of its processes gone."""
+    """Return the observation of an attempt that ended with an exit code and no live process."""
     return Observation(
         AttemptPhase.SUCCEEDED if exit_code == ExitCode.DONE else AttemptPhase.FAILED,
         all_gone=True,
@@ -53,14 +53,14 @@ PREEMPTED = ended(ExitCode.PREEMPTED, FailureClass.PREEMPTED, "stopped with a ch
 
 @dataclass
 class FakeRun:
-    """One submitted attempt.
+    """A submitted attempt.
 
     Attributes:
-        request: What it was submitted with.
-        script: What `observe` returns, one after the other; the last one for ever.
-        cancels: When each `cancel` so far wants it to have ended.
+        request: The submitted request.
+        script: Results of `observe`, in order; the last one is repeated.
+        cancels: The `until` of each `cancel` so far.
         lines: Log lines by rank.
-        artifacts: What `collect` returns.
+        artifacts: Result of `collect`.
     """
 
     request: Request
@@ -71,7 +71,7 @@ class FakeRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process of it would still run."""
+        """Whether a process of the attempt would still run."""
         return not self.script[0].all_gone
 
 
@@ -79,15 +79,15 @@ class FakeBackend(Backend):
     """Backend `fake`.
 
     Args:
-        context: Kept for the signature of the contract; unused.
-        scripts: Script of each attempt by its number; `RUNNING` for ever where there is none.
+        context: Unused; every backend takes it.
+        scripts: Script of each attempt by number; an attempt without a script stays `RUNNING`.
 
     Attributes:
-        runs: Every attempt ever submitted, by name; a test may change a run's script at any time.
-        errors: Errors that a verb raises the next time, by verb, first come first served; raised
-            before the verb has any effect.
-        after_cancel: What a cancelled attempt is seen as from then on.
-        accepts_cancel: What `cancel` returns; False has no effect.
+        runs: All submitted attempts by name; a test may change a script at any time.
+        errors: Errors that the next calls of a verb raise, by verb and in order, before the verb
+            has any effect.
+        after_cancel: Observation of a cancelled attempt.
+        accepts_cancel: Result of `cancel`; if False, the call has no effect.
     """
 
     name: ClassVar[str] = "fake"
@@ -109,15 +109,15 @@ class FakeBackend(Backend):
         self._scripts = dict(scripts or {})
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """Return every capability."""
+        """Accept every job."""
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """Use the URIs as folders."""
+        """Return the checkpoint and output folders, placed by their URIs."""
         return folders_named_by_uri(job)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:
-        """Return a request with the size of the attempt in it."""
+        """Return a request with the size of the attempt."""
         metadata = plan.job.metadata
         return Request(
             backend=self.name,
@@ -128,19 +128,19 @@ class FakeBackend(Backend):
         )
 
     async def submit(self, request: Request) -> Handle:
-        """Start the attempt's script, unless it is there already."""
+        """Start the script of the attempt, unless it has been submitted before."""
         self._raise("submit")
-        there = self.runs.get(request.name)
-        if there is not None and there.request.job_uid != request.job_uid:
-            owner = there.request.job_uid
+        existing = self.runs.get(request.name)
+        if existing is not None and existing.request.job_uid != request.job_uid:
+            owner = existing.request.job_uid
             raise AlreadyOwnedError(f"{request.name} belongs to job {owner}; rename this job")
-        if there is None:
+        if existing is None:
             script = list(self._scripts.get(request.attempt, (RUNNING,)))
             self.runs[request.name] = FakeRun(request, script)
         return Handle(kind="Fake", name=request.name, uid=_uid(request))
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the attempt if it was submitted."""
+        """Return the attempt if it has been submitted."""
         self._raise("find")
         for run in self.runs.values():
             request = run.request
@@ -149,7 +149,7 @@ class FakeBackend(Backend):
         return None
 
     async def observe(self, ref: AttemptRef) -> Observation:
-        """Return the script's present line and go on to the next one."""
+        """Return the present entry of the script, and advance the script."""
         self._raise("observe")
         run = self._run(ref)
         if run is None:
@@ -157,7 +157,7 @@ class FakeBackend(Backend):
         return run.script.pop(0) if len(run.script) > 1 else run.script[0]
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Note the time; the first call replaces the script of an attempt that lives."""
+        """Record the time; the first call replaces the script of a live attempt."""
         self._raise("cancel")
         run = self._run(ref)
         if run is None or not self.accepts_cancel:
@@ -171,8 +171,8 @@ class FakeBackend(Backend):
         """Yield the rank's lines."""
         run = self._run(ref)
         if run is None or rank not in run.lines:
-            said = ", ".join(map(str, run.lines)) if run is not None and run.lines else "none"
-            raise NoSuchRankError(f"rank {rank} does not exist; {ref.handle.name} has {said}")
+            known = ", ".join(map(str, run.lines)) if run is not None and run.lines else "none"
+            raise NoSuchRankError(f"rank {rank} does not exist; {ref.handle.name} has {known}")
         for line in run.lines[rank]:
             yield line
 
@@ -184,11 +184,11 @@ class FakeBackend(Backend):
 
     @property
     def alive(self) -> list[FakeRun]:
-        """Attempts of which a process would still run."""
+        """Attempts with a process that would still run."""
         return [run for run in self.runs.values() if run.is_alive]
 
     def run(self, number: int) -> FakeRun:
-        """Return the attempt of that number, for tests with one job."""
+        """Return the attempt with a number, for tests with one job."""
         return next(run for run in self.runs.values() if run.request.attempt == number)
 
     def _run(self, ref: AttemptRef) -> FakeRun | None:
@@ -201,7 +201,7 @@ class FakeBackend(Backend):
 
 
 def folders_named_by_uri(job: FineTuneJob) -> Sequence[Written]:
-    """Return checkpoints and output of a job, each as its URI names it."""
+    """Return the checkpoint and output folders of a job, placed by their URIs."""
     named = {"checkpoint": job.spec.checkpoint.uri, "output": job.spec.output.uri}
     return [
         Written(f"spec.{block}.uri", uri, tuple(part for part in uri.split("/") if part))

@@ -1,4 +1,4 @@
-"""What a backend keeps besides whose attempts run behind a service: inherit `ServiceSuite`."""
+"""Additional tests for a backend whose attempts run behind a service: inherit `ServiceSuite`."""
 
 import asyncio
 from abc import abstractmethod
@@ -21,11 +21,11 @@ from finetune_operator.testing.suite import (
 )
 
 _SOON_SECONDS = 30.0
-"""A backend knows by then what has become of an attempt."""
+"""Time within which a backend must have observed a change of an attempt."""
 
 
 class Fate(StrEnum):
-    """What the service does with a request."""
+    """The outcome of a request."""
 
     ANSWERED = "Answered"
     THROTTLED = "Throttled"  # 429; not executed
@@ -35,37 +35,37 @@ class Fate(StrEnum):
 
 
 class ServiceHarness(Harness):
-    """How the suite gets at a backend and its service.
+    """Gives the suite access to a backend and its service.
 
     Attributes:
-        retry_after: What the service asks for when it throttles.
+        retry_after: Retry-After of a throttled response, in seconds.
     """
 
     retry_after: float
 
     @abstractmethod
     def next_write(self, fate: Fate) -> None:
-        """Say what becomes of the next request that changes something."""
+        """Set the fate of the next write request."""
 
     @abstractmethod
     def num_requests(self) -> int:
-        """Count the requests that have reached the service."""
+        """Return the number of requests that have reached the service."""
 
     @abstractmethod
     def num_writes(self) -> int:
-        """Count those of them that change something."""
+        """Return the number of write requests that have reached the service."""
 
     @abstractmethod
     def let_run(self) -> None:
-        """Let the attempt run that waits for its machines."""
+        """Start the queued attempt."""
 
     @abstractmethod
     def requeue(self) -> None:
-        """Take its machines from the attempt that runs."""
+        """Put the running attempt back into the queue."""
 
 
 class ServiceSuite(BackendSuite):
-    """The suite; `harness` is a fixture of the class that inherits it."""
+    """The suite; the inheriting test module or class provides the fixture `harness`."""
 
     @on_one_loop
     async def test_a_throttled_submit_says_when_to_come_again(
@@ -95,9 +95,9 @@ class ServiceSuite(BackendSuite):
             harness.next_write(Fate.LOST)
             with pytest.raises(TransientError):
                 await backend.submit(request)
-            made = await harness.state()
+            state = await harness.state()
             handle = await backend.submit(request)
-            assert await harness.state() == made
+            assert await harness.state() == state
             found = await backend.find(job_of(harness), Attempt(1))
             assert found is not None
             assert found.handle == handle
@@ -111,9 +111,9 @@ class ServiceSuite(BackendSuite):
             harness.next_write(Fate.LATE)
             with pytest.raises(TransientError):
                 await backend.submit(request)
-            handle, made = await backend.submit(request), await harness.state()
+            handle, state = await backend.submit(request), await harness.state()
             await asyncio.sleep(backend.limits.late_submit)
-            assert await harness.state() == made
+            assert await harness.state() == state
             assert await backend.submit(request) == handle
 
     @on_one_loop
@@ -185,7 +185,7 @@ class ServiceSuite(BackendSuite):
             before = await harness.state()
             await backend.start(Lent())
             busy = asyncio.create_task(backend.submit(request_of(harness, backend)))
-            await asyncio.sleep(0)  # it has begun to look for the attempt
+            await asyncio.sleep(0)  # `submit` has sent its first request
             await backend.close()
             asked = harness.num_requests()
             with pytest.raises(TransientError):

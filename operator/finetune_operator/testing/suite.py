@@ -1,7 +1,7 @@
-"""What "keeps the contract" means: inherit `BackendSuite`, give it a `harness`, run pytest.
+"""Tests of the contract of backends: inherit `BackendSuite`, provide a `harness`, run pytest.
 
-Each test runs on one event loop, as the operator does: a backend may hold a client bound to it. For
-a backend whose attempts run behind a service there is more in `service_suite`.
+Each test runs on one event loop, like the operator, so a backend may hold a client that is bound to
+the loop. `service_suite` has more tests, for a backend whose attempts run behind a service.
 """
 
 import asyncio
@@ -39,43 +39,43 @@ T = TypeVar("T")
 UID = "uid-1"
 OTHER_UID = "uid-of-another-job"
 END_SECONDS = 60.0
-"""A cancelled attempt has so long to end."""
+"""Time within which a cancelled attempt must end."""
 
 _AGAIN_SECONDS = 0.05
 
 
 class Harness(ABC):
-    """How the suite gets at one backend.
+    """Gives the suite access to a backend.
 
     Attributes:
-        job: A job that the backend can run; its attempts run until they are cancelled.
+        job: A job that the backend can run, with attempts that run until they are cancelled.
     """
 
     job: FineTuneJob
 
     @abstractmethod
     def process(self) -> AbstractAsyncContextManager[Backend]:
-        """Return the backend of a new operator process; what outlives that is not kept in it."""
+        """Return the backend of a new operator process; lasting state belongs to the harness."""
 
     @abstractmethod
     async def state(self) -> Any:
-        """Return everything the backend has made so far, as a value that can be compared."""
+        """Return all objects that the backend has created, in a comparable form."""
 
     async def occupy(self, backend: Backend) -> None:
-        """Put what belongs to the job `OTHER_UID` under the name of attempt 1 of `job`."""
+        """Create an object of the job `OTHER_UID` under the name of attempt 1 of `job`."""
         handle = await backend.submit(request_of(self, backend, OTHER_UID))
         await Submitted(self, backend, Lent(), handle, OTHER_UID).end()
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test to its end, on one event loop."""
+        """Run a test on one event loop."""
         asyncio.run(test)
 
 
 class Lent(Services):
-    """What the operator lends a backend, as a test sees it.
+    """The services of the operator, recorded for a test.
 
     Attributes:
-        woken: Jobs that the backend has had reconciled, in order.
+        woken: Jobs that the backend has woken, in order.
         may_write: Whether this process leads.
     """
 
@@ -84,22 +84,22 @@ class Lent(Services):
         self.may_write = True
 
     def wake(self, job: Key) -> None:
-        """Note it."""
+        """Record the job."""
         self.woken.append(job)
 
     def check_may_write(self) -> None:
         """Raise NotLeadingError unless this process leads."""
         if not self.may_write:
-            raise NotLeadingError("this process does not lead any more")
+            raise NotLeadingError("this process no longer leads")
 
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
-        """Call it in a thread."""
+        """Run a call in a thread."""
         async with asyncio.timeout(seconds):
             return await asyncio.to_thread(call)
 
 
 def on_one_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Have the harness run a test that is a coroutine."""
+    """Run a coroutine test by the harness."""
 
     @wraps(test)
     def run(self: Any, harness: Harness, **fixtures: Any) -> None:
@@ -110,14 +110,14 @@ def on_one_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...,
 
 @dataclass(frozen=True)
 class Submitted:
-    """Attempt 1 of a job, as one process has it.
+    """Attempt 1 of a job in one operator process.
 
     Attributes:
-        harness: Whose job it is.
-        backend: Of the process.
-        lent: What the backend was started with.
-        handle: What `submit` returned.
-        uid: Of the job.
+        harness: Harness of the job.
+        backend: Backend of the process.
+        lent: Services of the backend.
+        handle: Result of `submit`.
+        uid: Uid of the job.
     """
 
     harness: Harness
@@ -128,33 +128,33 @@ class Submitted:
 
     @property
     def ref(self) -> AttemptRef:
-        """What verbs are given."""
+        """The argument of the verbs."""
         job = self.harness.job
         key = Key(job.metadata.namespace, job.metadata.name)
         return AttemptRef(key, self.uid, 1, self.handle, job.spec)
 
     async def observe(self) -> Observation:
-        """Observe it."""
+        """Observe the attempt."""
         return await observed(self.backend, self.ref)
 
     async def cancel(self, grace_seconds: float = 0.0) -> bool:
-        """Cancel it."""
+        """Cancel the attempt."""
         until = datetime.now(UTC) + timedelta(seconds=grace_seconds)
         return await self.backend.cancel(self.ref, until)
 
     async def end(self) -> Observation:
-        """Cancel it without grace, and return what is seen once no process of it lives."""
+        """Cancel the attempt without grace, and return the observation after its end."""
         await self.observe()
-        assert await self.cancel(), "a cancel that was answered was not accepted"
+        assert await self.cancel(), "the backend did not accept the cancel"
         return await self.gone()
 
     async def gone(self) -> Observation:
-        """Observe until no process of it lives."""
+        """Observe the attempt until all its processes have ended."""
         return await gone(self.backend, self.ref)
 
 
 async def observed(backend: Backend, ref: AttemptRef) -> Observation:
-    """Observe an attempt; a new process may have to ask first."""
+    """Observe an attempt, with retries: a new process may not have its state yet."""
     async with asyncio.timeout(END_SECONDS):
         while True:
             try:
@@ -164,7 +164,7 @@ async def observed(backend: Backend, ref: AttemptRef) -> Observation:
 
 
 async def gone(backend: Backend, ref: AttemptRef) -> Observation:
-    """Observe an attempt until no process of it lives."""
+    """Observe an attempt until all its processes have ended."""
     async with asyncio.timeout(END_SECONDS):
         while not (seen := await observed(backend, ref)).all_gone:
             await asyncio.sleep(_AGAIN_SECONDS)
@@ -178,7 +178,7 @@ def job_of(harness: Harness, uid: str = UID) -> FineTuneJob:
 
 
 def request_of(harness: Harness, backend: Backend, uid: str = UID, number: int = 1) -> Request:
-    """Return what the backend renders for an attempt of the job of that uid."""
+    """Return the rendered request for an attempt of the job with a uid."""
     return backend.render(make_plan(job_of(harness, uid)), Attempt(number))
 
 
@@ -196,7 +196,7 @@ async def started(harness: Harness) -> AsyncIterator[tuple[Backend, Lent]]:
 
 @asynccontextmanager
 async def submitted(harness: Harness) -> AsyncIterator[Submitted]:
-    """Submit attempt 1 in a new process, which can then say what it sees of it."""
+    """Submit attempt 1 in a new process."""
     async with started(harness) as (backend, lent):
         handle = await backend.submit(request_of(harness, backend))
         attempt = Submitted(harness, backend, lent, handle)
@@ -205,7 +205,7 @@ async def submitted(harness: Harness) -> AsyncIterator[Submitted]:
 
 
 class BackendSuite:
-    """The suite; `harness` is a fixture of the class that inherits it."""
+    """The suite; the inheriting test module or class provides the fixture `harness`."""
 
     @on_one_loop
     async def test_render_gives_the_same_request_twice_and_makes_nothing(
@@ -335,24 +335,24 @@ class BackendSuite:
         opened: list[str] = []
         async with harness.process() as backend:
             job = harness.job.model_copy(update={"spec": spec})
-            _validate_and_note_files(backend, job, opened)
+            _validate_and_record_files(backend, job, opened)
         assert opened == []
 
 
 async def _found(backend: Backend, job: FineTuneJob, number: int = 1) -> Handle | None:
-    there = await backend.find(job, Attempt(number))
-    return there.handle if there else None
+    found = await backend.find(job, Attempt(number))
+    return found.handle if found else None
 
 
-def _validate_and_note_files(backend: Backend, job: FineTuneJob, opened: list[str]) -> None:
-    """Call `validate` while an audit hook of the interpreter notes each file that is opened."""
+def _validate_and_record_files(backend: Backend, job: FineTuneJob, opened: list[str]) -> None:
+    """Call `validate` while an audit hook of the interpreter records each opened file."""
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def record(event: str, arguments: tuple[Any, ...]) -> None:
         if is_listening and event in ("open", "os.listdir", "os.scandir"):
             opened.append(os.fspath(arguments[0]) if arguments else "")
 
     is_listening = True
-    sys.addaudithook(hear)
+    sys.addaudithook(record)
     try:
         backend.validate(job)
     finally:
