@@ -20,11 +20,11 @@ COMMANDS = {
     "run": "Run a job on this machine and follow it.",
     "dev": "Serve a Kubernetes API with the operator on this machine.",
     "preview": "Show the first rows as the trainer sees them.",
-    "validate": "Print every problem of the manifests given.",
-    "render": "Print the exact request; nothing is sent.",
-    "top": "Show all jobs at a glance, or the ranks of one.",
-    "logs": "Print what one rank of a job said.",
-    "doctor": "Show what is installed and what is missing.",
+    "validate": "Print every problem of manifests.",
+    "render": "Print the exact request without sending it.",
+    "top": "Show all jobs, or the ranks of one job.",
+    "logs": "Print the log of one rank of a job.",
+    "doctor": "Check this machine, a cluster or Azure ML.",
     "crd": "Print or write the CustomResourceDefinition.",
 }
 """Summaries for `ftctl --help`; the help of a command is the docstring of its function."""

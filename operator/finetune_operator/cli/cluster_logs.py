@@ -44,7 +44,7 @@ async def print_log(job: Key, wanted: RankLog, profiles: Mapping[str, FineTunePr
     Args:
         job: The job.
         wanted: The rank and the attempt.
-        profiles: Profiles by name; they take precedence over those of the cluster.
+        profiles: Profiles by name; they take precedence over the cluster's profiles.
 
     Raises:
         FineTuneError: the job, attempt or batch Job does not exist, or the cluster cannot be
@@ -93,16 +93,16 @@ async def cluster_for(
     """Return a cluster with the caches that a backend needs to find an attempt.
 
     A backend that finds attempts in the cluster gets empty caches: it reads missing objects from
-    the API server. For any other backend, the caches hold the cluster-scoped kinds that it watches,
+    the API server. Otherwise the caches hold the cluster-scoped kinds that the backend watches,
     such as profiles.
 
     Args:
         kind: Class of the backend.
         client: Client with the user's permissions.
-        profiles: Profiles by name; they take precedence over those of the cluster.
+        profiles: Profiles by name; they take precedence over the cluster's profiles.
 
     Raises:
-        FineTuneError: the user may not read one of the kinds.
+        FineTuneError: the user may not read a kind.
     """
     caches: dict[Resource, ObjectCache] = {}
     for watch in () if kind.finds_from_cache else kind.watches:
@@ -123,9 +123,9 @@ async def _read(
         found = {one["metadata"]["name"]: one for one in listing.items}
     except ForbiddenError as error:
         if not given:
-            remedy = "ask for the right to list them"
+            remedy = "request permission to list them"
             if watch.resource == FINE_TUNE_PROFILES:
-                remedy += ", or give the job's with --profile FILE"
+                remedy += ", or pass the job's profile with --profile FILE"
             what = f"{watch.resource.plural} of the cluster cannot be read"
             raise FineTuneError(f"the {what} ({error}); {remedy}") from error
         found = {}
@@ -159,7 +159,7 @@ async def _find_attempt(backend: HostedBackend, job: FineTuneJob, number: int) -
     key = Key(job.metadata.namespace, job.metadata.name)
     if found is None:
         raise FineTuneError(
-            f"nothing is left of attempt {number} of FineTuneJob {key}, and its logs went with it"
+            f"attempt {number} of FineTuneJob {key} was deleted, and its logs with it"
         )
     return AttemptRef(key, job.metadata.uid, number, found.handle, job.spec)
 
@@ -169,5 +169,5 @@ async def _get_job(client: HttpClient, job: Key) -> FineTuneJob:
         return FineTuneJob.model_validate(await client.get(FINE_TUNE_JOBS, job.name, job.namespace))
     except NotFoundError as error:
         raise FineTuneError(
-            f"there is no FineTuneJob {job} in {client.access.host}; kubectl get ftj -A lists them"
+            f"{client.access.host} has no FineTuneJob {job}; kubectl get ftj -A lists all jobs"
         ) from error

@@ -56,9 +56,9 @@ class Probe:
         except NotFoundError:
             raise
         except ForbiddenError as error:
-            self.unknown(topic, name, f"you may not ask for it ({error})")
+            self.unknown(topic, name, f"you may not read it ({error})")
         except (ApiError, TimeoutError) as error:
-            self.unknown(topic, name, str(error) or "no answer in time")
+            self.unknown(topic, name, str(error) or "no response before the timeout")
         return None
 
     async def list(

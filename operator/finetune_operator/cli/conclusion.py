@@ -61,35 +61,35 @@ def conclude(
     # The last attempt may have ended before its first step, so use the status, not its progress.
     last_checkpoint = status.checkpoint.last
     if last_checkpoint is not None:
-        saved = f"the checkpoint of step {last_checkpoint.step} is kept"
+        saved = f"the checkpoint of step {last_checkpoint.step} is saved"
     elif target.job.spec.checkpoint.enabled is False:
-        saved = "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew"
+        saved = "there is no checkpoint (spec.checkpoint.enabled), so the next run starts at step 0"
     elif target.backend.runs_on_this_machine or not status.attempt:
         saved = "there is no checkpoint yet"
     else:
-        saved = "no checkpoint of it is known"
+        saved = "no checkpoint is known"
     console.print(Text(f"\nStopped {took}; {saved}", style="bold yellow"))
     if target.job.spec.suspend:
-        console.print(Text("spec.suspend is true; set it to false to go on"))
-    console.print(Text(f"Go on with: {again}"))
+        console.print(Text("spec.suspend is true; set it to false to resume"))
+    console.print(Text(f"Resume with: {again}"))
     raise typer.Exit(EXIT_STOPPED)
 
 
 def _print_left_running(console: Console, name: str, handle: Handle, again: str) -> None:
     _print_lines(
         console,
-        f"{name} goes on: {handle.url or handle.name}",
-        f"Nothing restarts it while nobody follows it. Follow it again: {again}",
-        "To stop it with a checkpoint, set spec.suspend: true and run that again.",
+        f"{name} continues: {handle.url or handle.name}",
+        f"It is restarted after a failure only while ftctl follows it. Follow it again: {again}",
+        "To stop it with a checkpoint, set spec.suspend: true and run that command again.",
     )
 
 
 def _print_may_start(console: Console, name: str, number: int, again: str) -> None:
     _print_lines(
         console,
-        f"{name} may be starting as attempt {number}, which had no answer yet",
-        f"Follow it, or see that it runs: {again}",
-        "To stop it, set spec.suspend: true and run that again.",
+        f"{name} may be starting: the creation of attempt {number} has no response yet",
+        f"Follow it, or check whether it runs: {again}",
+        "To stop it, set spec.suspend: true and run that command again.",
     )
 
 

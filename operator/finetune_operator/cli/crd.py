@@ -12,7 +12,7 @@ def crd(
     write: Annotated[
         Path | None,
         typer.Option(
-            "--write", "-o", metavar="FOLDER", help="Write a file each instead of printing."
+            "--write", "-o", metavar="FOLDER", help="Write one file per definition to this folder."
         ),
     ] = None,
 ) -> None:

@@ -1,6 +1,6 @@
 """`ftctl dev`: a Kubernetes API and the operator on this machine, for kubectl, without a cluster.
 
-The operator is the one that runs in a cluster; the API is served by the same process. Jobs run as
+The operator is the same as in a cluster; the API is served by the same process. Jobs run as
 processes of this machine.
 """
 
@@ -19,7 +19,7 @@ def dev(
         Path | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Where file://./x in a manifest begins, and runs/ is written; here, if left out.",
+            help="Base folder of file://./x in manifests and of runs/; default: current folder.",
             show_default=False,
         ),
     ] = None,
@@ -49,6 +49,6 @@ def dev(
 
     served = DevFolder(folder or Path())
     if not served.base.is_dir():
-        raise typer.BadParameter(f"{folder} is no folder")
+        raise typer.BadParameter(f"{folder} is not a folder")
     set_up(LogFormat.TEXT, LogLevel.INFO)
     asyncio.run(serve(served, port))

@@ -96,7 +96,7 @@ async def _first_of(operator: "asyncio.Task[None]", *tasks: "asyncio.Task[Any]")
     await asyncio.wait({operator, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     if operator.done():
         operator.result()
-        raise DevServerError("the operator ended by itself; see its log")
+        raise DevServerError("the operator terminated unexpectedly; see its log")
 
 
 async def _stop_jobs(
@@ -107,18 +107,18 @@ async def _stop_jobs(
     Jobs of backends that are not in `here` continue: they do not need this machine.
     """
     if others := await running_elsewhere(client, here):
-        log.info("left running, and found by the next start: %s", ", ".join(others))
+        log.info("left running; the next start finds them: %s", ", ".join(others))
     stopped = asyncio.create_task(stop_all(client, here))
     forced = asyncio.create_task(signals.forced.wait())
     try:
         await _first_of(operator, stopped, forced)
         if not stopped.done():
-            log.warning("killing it now")
+            log.warning("killing them now")
             async with asyncio.timeout(_KILL_SECONDS):
                 await _first_of(operator, stopped)
         await stopped
     except TimeoutError:
-        log.warning("something still runs after %s s; the next start finds it", _KILL_SECONDS)
+        log.warning("processes still run after %s s; the next start finds them", _KILL_SECONDS)
     finally:
         stopped.cancel()
         forced.cancel()

@@ -52,14 +52,14 @@ def doctor(
     ] = FindingsFormat.TEXT,
     cluster: Annotated[
         bool,
-        typer.Option("--cluster", help="Ask the cluster that kubectl uses; only reads."),
+        typer.Option("--cluster", help="Check the cluster that kubectl uses; only reads."),
     ] = False,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="For --cluster: where you want to make jobs."),
+        typer.Option("--namespace", "-n", help="For --cluster: the namespace for your jobs."),
     ] = None,
     azureml: Annotated[
-        bool, typer.Option("--azureml", help="Ask Azure for what a profile names; only reads.")
+        bool, typer.Option("--azureml", help="Check what a profile names in Azure; only reads.")
     ] = False,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="FineTuneProfiles for --azureml.")
@@ -81,7 +81,7 @@ def doctor(
     if namespace is not None and not cluster:
         raise typer.BadParameter("--namespace has no effect without --cluster; add that")
     if azureml and cluster:
-        raise typer.BadParameter("--azureml and --cluster ask different things; leave out one")
+        raise typer.BadParameter("--azureml and --cluster exclude each other; leave out one")
     if cluster:
         findings = asyncio.run(examine_cluster(namespace))
     elif azureml:
@@ -176,7 +176,7 @@ def _gpus() -> Finding:
             timeout=10,
         )
     except subprocess.TimeoutExpired:
-        return Finding("machine", "GPUs", State.ABSENT, "nvidia-smi gave no answer in 10 s")
+        return Finding("machine", "GPUs", State.ABSENT, "nvidia-smi did not respond within 10 s")
     names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     if done.returncode or not names:
         lines = (done.stderr or done.stdout).strip().splitlines()
@@ -237,8 +237,8 @@ def _print(findings: list[Finding]) -> None:
     ):
         _print_commands(console, heading, [one for one in findings if one.state is state])
     for state, heading in (
-        (State.MISSING, "What mends it"),
-        (State.ABSENT, "What only some need, and is not there"),
+        (State.MISSING, "Commands that fix it"),
+        (State.ABSENT, "Optional, and not present"),
     ):
         _print_remedies(console, heading, [one for one in findings if one.state is state])
 

@@ -73,4 +73,4 @@ async def check_account(probe: Probe, topic: str, account: Account) -> None:
     if lacks:
         probe.wrong(topic, title, f"{who} may not {', '.join(lacks)}", account.grant)
     else:
-        probe.ok(topic, title, f"{who} may do its work")
+        probe.ok(topic, title, f"{who} has the permissions it needs")

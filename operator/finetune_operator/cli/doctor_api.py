@@ -23,10 +23,10 @@ async def check_version(probe: Probe, host: str) -> bool:
     try:
         version = await probe.get_path("/version")
     except (ApiError, TimeoutError) as error:
-        why = str(error) or "no answer in time"
+        why = str(error) or "no response before the timeout"
         probe.wrong(_TOPIC, host, why, "kubectl version  # must work with the same KUBECONFIG")
         return False
-    text = str(get_in(version, "gitVersion") or "of an unknown version")
+    text = str(get_in(version, "gitVersion") or "unknown version")
     match = re.match(r"v(\d+)\.(\d+)", text)
     minor = (int(match[1]), int(match[2])) if match else None
     span = f"{_shown(OLDEST)} to {_shown(NEWEST_TESTED)} are supported"
@@ -34,7 +34,7 @@ async def check_version(probe: Probe, host: str) -> bool:
         remedy = f"{_UPGRADE} --kubernetes-version {_shown(OLDEST)}"
         probe.wrong(_TOPIC, host, f"{text}; {_shown(OLDEST)} is the oldest that works", remedy)
     elif minor is not None and minor > NEWEST_TESTED:
-        probe.ok(_TOPIC, host, f"{text}, newer than any that was tested; {span}")
+        probe.ok(_TOPIC, host, f"{text}, newer than any tested version; {span}")
     else:
         probe.ok(_TOPIC, host, f"{text}; {span}")
     return True
@@ -57,7 +57,7 @@ async def _check_crd(probe: Probe, name: str) -> None:
         await _check_served(probe, topic, name)
         return
     except (ApiError, TimeoutError) as error:
-        probe.unknown(topic, name, str(error) or "no answer in time")
+        probe.unknown(topic, name, str(error) or "no response before the timeout")
         return
     current, needed = revision_of(found), revision(name)
     conditions = get_in(found, "status", "conditions") or ()
@@ -87,7 +87,7 @@ async def _check_served(probe: Probe, topic: str, name: str) -> None:
     if found is None:
         return
     if name.partition(".")[0] in [one.get("name") for one in get_in(found, "resources") or ()]:
-        probe.unknown(topic, name, "is there; you may not read of which revision")
+        probe.unknown(topic, name, "exists; you may not read its revision")
     else:
         probe.wrong(topic, name, NOT_THERE, APPLY)
 

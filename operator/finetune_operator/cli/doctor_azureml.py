@@ -26,7 +26,7 @@ from finetune_operator.cli.target import profiles_of
 from finetune_operator.errors import BackendError, FineTuneError
 
 _IN_WORKSPACE = re.compile(r"azureml:([^/:]+):([^/:]+)")
-_ADVICE = " Correct the profile, or let this identity read it"
+_ADVICE = " Correct the profile, or grant this identity read access"
 _IS_PATTERN = re.compile(r"[*?]")
 
 
@@ -38,10 +38,10 @@ def examine_azureml(file: Path | None, environ: Mapping[str, str]) -> list[Findi
         InvalidJobError: a profile cannot be used.
     """
     if file is None:
-        raise FineTuneError("--azureml asks for what a profile names; add --profile FILE")
+        raise FineTuneError("--azureml checks what a profile names; add --profile FILE")
     profiles = [one for one in profiles_of(None, file).values() if one.spec.azureml is not None]
     if not profiles:
-        raise FineTuneError(f"{file} has no FineTuneProfile with azureml; name a file that has one")
+        raise FineTuneError(f"{file} has no FineTuneProfile with azureml; name another file")
     load()
     logging.getLogger("azure").setLevel(logging.CRITICAL)  # the findings report its errors
     return [found for one in profiles for found in _of_profile(one, environ)]
@@ -58,7 +58,7 @@ def _of_profile(profile: FineTuneProfile, environ: Mapping[str, str]) -> Iterato
         account = credential(environ, settings.client_id, _refuse_writes)
         log_in(account)
         logged_in.append(Sdk(workspace_id(settings), account, _refuse_writes))
-        return settings.client_id or environ.get("AZURE_CLIENT_ID", "whoever is logged in here")
+        return settings.client_id or environ.get("AZURE_CLIENT_ID", "the identity logged in here")
 
     yield _checked(topic, "identity", identity)
     if not logged_in:
@@ -104,12 +104,12 @@ def _environment(topic: str, sdk: Sdk, name: str) -> Finding:
     title = f"environment {name}"
     match = _IN_WORKSPACE.fullmatch(name)
     if match is None:
-        return Finding(topic, title, State.ABSENT, "is of a registry, which is not asked")
+        return Finding(topic, title, State.ABSENT, "is in a registry, which is not checked")
     return _checked(topic, title, lambda: sdk.ml.environments.get(*match.groups()).image or "found")
 
 
 def _named(own: str | None, allowed: list[str]) -> list[str]:
-    """Return the profile's own name and those that jobs may choose, without patterns."""
+    """Return the profile's own name and the names that jobs may choose, without patterns."""
     names = dict.fromkeys([*([own] if own else []), *allowed])
     return [name for name in names if not _IS_PATTERN.search(name)]
 

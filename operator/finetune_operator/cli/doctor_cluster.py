@@ -1,7 +1,8 @@
 """`ftctl doctor --cluster`: check a cluster for jobs, and print commands that fix the faults.
 
-The command only reads, as its caller, and ends within a minute whatever the API server does: each
-group of checks has a timeout, and checks that could not be run are among the findings.
+The command only reads, with its caller's permissions, and ends within a minute whatever the API
+server does: each group of checks has a timeout, and the findings list the checks that could not be
+run.
 """
 
 import asyncio
@@ -71,7 +72,7 @@ async def _ask_all(client: HttpClient, access: ClusterAccess, namespace: str) ->
     first = Probe(client, namespace)
     if not await check_version(first, access.host):
         for topic in CHECKS:
-            first.unknown(topic, "", "not asked, as the API server does not answer")
+            first.unknown(topic, "", "not checked: the API server does not respond")
         return first.findings
     groups = [_within_limit(Probe(client, namespace), topic, one) for topic, one in CHECKS.items()]
     found = [one for group in await asyncio.gather(*groups) for one in group]
@@ -92,7 +93,7 @@ async def _within_limit(probe: Probe, topic: str, check: Check) -> list[Finding]
         async with asyncio.timeout(GROUP_SECONDS):
             await check(probe)
     except TimeoutError:
-        probe.unknown(topic, "the rest", f"was not told within {GROUP_SECONDS:g} s")
+        probe.unknown(topic, "the rest", f"not checked within {GROUP_SECONDS:g} s")
     except ApiError as error:
         probe.unknown(topic, "the rest", str(error))
     return probe.findings

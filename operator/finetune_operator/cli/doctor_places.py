@@ -53,7 +53,7 @@ async def check_profiles(probe: Probe) -> None:
         return
     if not found:
         remedy = "kubectl apply -f examples/profiles/h100.yaml  # changed for this cluster"
-        probe.wrong(topic, "FineTuneProfiles", "there are none, and jobs of aks need one", remedy)
+        probe.wrong(topic, "FineTuneProfiles", "none; jobs of backend aks need one", remedy)
         return
     usable = False
     for one in found:
@@ -90,15 +90,15 @@ async def check_storage(probe: Probe) -> None:
             probe.ok(topic, name, driver)
             offers = True
         elif name in shown:
-            probe.ok(topic, name, f"{driver}, as a volume of the cluster shows")
+            probe.ok(topic, name, f"{driver}; a volume of the cluster shows it")
             offers = True
         elif driver in _ALONE:
             probe.absent(topic, name, f"{driver} is for one node")
         else:
-            probe.unknown(topic, name, f"whether {driver} offers it is not known here")
+            probe.unknown(topic, name, f"unknown whether {driver} offers it")
             offers = True
     if by_hand := [one["metadata"]["name"] for one in shared if not _class_of(one, classes or ())]:
-        probe.ok(topic, "volumes made by hand", ", ".join(sorted(by_hand)[:5]))
+        probe.ok(topic, "volumes created by hand", ", ".join(sorted(by_hand)[:5]))
     elif classes is not None and not offers:
         text = "none; jobs of several nodes need one, or a profile with another shared volume"
         remedy = "az aks update --enable-file-driver --name CLUSTER --resource-group GROUP"
@@ -164,7 +164,7 @@ async def check_policy(probe: Probe) -> None:
     if policies is None:
         return
     if not policies:
-        text = "none limits what the operator's account may make"
+        text = "none limits the objects that the operator may create"
         probe.absent(topic, "ValidatingAdmissionPolicy", text, await _policy_command(probe))
         return
     bindings = await probe.list(topic, "its bindings", _BINDINGS)
@@ -177,10 +177,10 @@ async def check_policy(probe: Probe) -> None:
             remedy = f"kubectl get validatingadmissionpolicy {name} -o yaml"
             probe.wrong(topic, name, f"cannot be evaluated ({warning})", remedy)
         elif bindings is not None and name not in bound:
-            text = "has no binding, and so no effect"
+            text = "has no binding, so it has no effect"
             probe.wrong(topic, name, text, await _policy_command(probe))
         else:
-            probe.ok(topic, name, "limits what the operator's account may make")
+            probe.ok(topic, name, "limits the objects that the operator may create")
 
 
 async def _policy_command(probe: Probe) -> str:

@@ -81,13 +81,13 @@ def trouble_of(owner: Owner, deployment: Object, pods: Iterable[Object]) -> Trou
 def _not_created(owner: Owner, text: str) -> Trouble:
     """Return why pods are not created."""
     if quota := _QUOTA.search(text):
-        remedy = f"kubectl -n {owner.namespace} edit resourcequota {quota[1]}  # it needs more room"
+        remedy = f"kubectl -n {owner.namespace} edit resourcequota {quota[1]}  # raise the limit"
     elif "violates PodSecurity" in text:
         release = f"{owner.release or owner.name} -n {owner.namespace}"
-        remedy = f"helm get values {release}  # which of them ask for what is named"
+        remedy = f"helm get values {release}  # which of them set these fields"
     else:
         remedy = f"kubectl -n {owner.namespace} describe replicasets -l {owner.selector}"
-    return Trouble(f"no pod can be made: {text}", remedy)
+    return Trouble(f"no pod can be created: {text}", remedy)
 
 
 def _of_pod(owner: Owner, pod: Object) -> Trouble | None:
@@ -120,21 +120,21 @@ def _of_init_container(owner: Owner, state: Object) -> Trouble | None:
     remedy = f"kubectl -n {owner.namespace} logs -l {owner.selector} -c {name} --tail=20"
     if reason in _NO_IMAGE:
         remedy = owner.description()
-    return Trouble(f"its init container {name} does not end well ({detail})", remedy)
+    return Trouble(f"its init container {name} fails ({detail})", remedy)
 
 
 def _of_container(owner: Owner, image: str, words: str) -> Trouble:
     """Return why a container does not run, by the message of the kubelet."""
     own = "REGISTRY/finetune-operator"
     if _OTHER_PROCESSOR.search(words):
-        why = f"the image {image} is for another processor than its node has ({words})"
+        why = f"the image {image} is built for another processor than its node has ({words})"
         platforms = "--set '*.platform=linux/amd64,linux/arm64'"
         return Trouble(why, f"REGISTRY=REGISTRY docker buildx bake operator --push {platforms}")
     if lacks := _NO_PROGRAM.search(words):
         why = f"the image {image} has no program {lacks[1]}, so it is not the operator's ({words})"
         return Trouble(why, f"{owner.another_image(own)}{_BUILD}")
     if "will run as root" in words or "non-numeric user" in words:
-        why = f"the image {image} would run as root, or as nobody knows whom ({words})"
+        why = f"the image {image} would run as root, or as an unknown user ({words})"
         return Trouble(why, owner.another_user())
     if words.startswith(_NO_IMAGE):
         why = f"the image {image} cannot be pulled ({words})"

@@ -79,7 +79,7 @@ async def check_operator(probe: Probe) -> None:
         if before := next(
             (other for other in operators[:number] if other.shares_lease_with(one)), None
         ):
-            text = f"is that of {before.title}, too, so that only one of both works"
+            text = f"is shared with {before.title}, so only one of the two works"
             probe.wrong(_TOPIC, f"Lease of {one.title}", text, _own_lease_command(one))
         elif one.lease:
             await _check_lease(probe, one, first)
@@ -96,7 +96,7 @@ async def _deployments(probe: Probe) -> list[Object] | None:
         every = await probe.client.list(DEPLOYMENTS, label_selector=SELECTOR)
         return every.items
     except ForbiddenError:
-        text = f"you may not list those of all namespaces; asked in {_HOME} and {probe.namespace}"
+        text = f"you may not list all namespaces; checked {_HOME} and {probe.namespace}"
         probe.unknown(_TOPIC, "Deployments", text)
     found: list[Object] = []
     for namespace in dict.fromkeys((_HOME, probe.namespace)):
@@ -148,7 +148,7 @@ async def _check_replicas(probe: Probe, one: Deployed, deployment: Object) -> st
         return remedy
     if one.ready < one.wanted or one.is_behind:
         if one.ready >= one.wanted:
-            text += ", which are not yet those of its last change"
+            text += ", but not all are updated and available"
         owner = Owner(one.namespace, one.name, one.release, _selector(one))
         pods = await probe.list(
             _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=owner.selector
@@ -170,13 +170,13 @@ async def _check_lease(probe: Probe, one: Deployed, first: str) -> None:
         if lease is not None and not _is_fresh(lease):
             lease = await _renewed(probe, one, lease) or lease
     except NotFoundError:
-        probe.wrong(_TOPIC, name, "is not there: no replica has ever led", remedy)
+        probe.wrong(_TOPIC, name, "does not exist: no replica has ever led", remedy)
         return
     if lease is None:
         return
     holder = get_in(lease, "spec", "holderIdentity")
     if not holder:
-        probe.wrong(_TOPIC, name, "is held by nobody", remedy)
+        probe.wrong(_TOPIC, name, "has no holder", remedy)
     elif _is_fresh(lease):
         probe.ok(_TOPIC, name, f"is held by {holder}")
     else:
@@ -250,7 +250,7 @@ def _check_served(probe: Probe, operators: Sequence[Deployed]) -> None:
         if last.release:
             remedy = f"helm uninstall {last.release} -n {last.namespace}"
         titles = " and ".join(one.title for one in serving)
-        probe.wrong(_TOPIC, name, f"is served by {titles}, which undo each other's work", remedy)
+        probe.wrong(_TOPIC, name, f"is served by {titles}, which undo each other's changes", remedy)
 
 
 def _selector(one: Deployed) -> str:

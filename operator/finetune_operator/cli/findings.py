@@ -15,12 +15,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     Attributes:
         topic: Heading of the line.
         detail: Version, size or reason.
-        requirement: Requirement for pip; empty if there is nothing to install.
+        requirement: Requirement for pip; empty if no package is missing.
         remedy: Command that fixes the fault, unless pip does; empty for none.
     """
 

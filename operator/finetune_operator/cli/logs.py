@@ -32,15 +32,15 @@ def logs(
     previous: Annotated[
         bool,
         typer.Option(
-            "--previous", "-p", help="The attempt before the newest; the only one, if it failed."
+            "--previous", "-p", help="The attempt before the newest, or the only one if it failed."
         ),
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the attempt ends.")
+        bool, typer.Option("--follow", "-f", help="Print new lines until the attempt ends.")
     ] = False,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="Read it from the cluster: the job's namespace."),
+        typer.Option("--namespace", "-n", help="Namespace of the job; reads the cluster."),
     ] = None,
     profile: ProfileOption = None,
 ) -> None:

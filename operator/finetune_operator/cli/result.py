@@ -48,13 +48,13 @@ def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
-    """Print the losses, the sample answers, the folder, and how to load the model."""
+    """Print the losses, the samples, the folder, and how to load the model."""
     for label, value in _figures(outcome):
         # Without a table, which would wrap a long path that users copy.
         console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
-        console.print(_answers(sample))
+        console.print(_sample_table(sample))
     console.print("\nLoad it with:\n")
     base = shown_path(outcome.base) if outcome.base else None
     for line in loading_lines(shown_path(outcome.model), base):
@@ -88,7 +88,7 @@ def change(before: float, after: float) -> str:
     return f"{before:.3f} → {after:.3f}{percent}"
 
 
-def _answers(sample: SampleAnswer) -> Table:
+def _sample_table(sample: SampleAnswer) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim")
     table.add_column(overflow="fold")

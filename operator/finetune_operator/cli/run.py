@@ -41,12 +41,12 @@ from finetune_operator.kernel.settings import LogFormat, LogLevel
 def run(
     file: FileArgument,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; an earlier run is ended and moved aside.")
+        bool, typer.Option("--fresh", help="Start a new run; end an earlier one and move it aside.")
     ] = False,
     backend: BackendOption = None,
     profile: ProfileOption = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Print lines, as when the output is no terminal.")
+        bool, typer.Option("--plain", help="Print lines, as if the output were not a terminal.")
     ] = False,
 ) -> None:
     """Run a job without a cluster and follow it. The same command resumes a stopped job.
@@ -93,7 +93,7 @@ async def _follow(
     try:
         opened = await open_job(target.job, folder, context, stop=stop, report=report, fresh=fresh)
     except LeftRunningError as error:
-        report(f"{error}\nGo on with it: {again}\nEnd it and start anew: {again} --fresh")
+        report(f"{error}\nResume it: {again}\nEnd it and start a new run: {again} --fresh")
         raise typer.Exit(EXIT_STOPPED) from error
     set_up(LogFormat.TEXT, LogLevel.INFO, LogFile(folder.log))
     if opened.note:
@@ -107,7 +107,7 @@ async def _follow(
             screen.show(last)
 
         grace = duration(target.job.spec.deadlines.termination_grace_seconds)
-        leaving = "leaving it running; it is followed no longer"
+        leaving = "leaving it running; ftctl no longer follows it"
         stopping = (
             f"stopping after a checkpoint, within {grace}; Ctrl-C again kills it at once and loses "
             "the steps since the last checkpoint"

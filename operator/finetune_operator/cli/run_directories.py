@@ -31,7 +31,7 @@ def run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Pa
     if path.is_dir():
         if not RunFolder(path).path.exists():
             raise FineTuneError(
-                f"{job} is no run directory, as it holds no job.json; name a manifest, a run "
+                f"{job} is not a run directory: it has no job.json; name a manifest, a run "
                 "directory or a job"
             )
         return path.resolve()
@@ -48,5 +48,5 @@ def run_directory(job: str, manifest: tuple[FineTuneJob, Manifest] | None) -> Pa
         )
     if len(found) > 1:
         listed = ", ".join(str(one.relative_to(here)) for one in found)
-        raise FineTuneError(f"several runs are called {job}: {listed}; name one of these folders")
+        raise FineTuneError(f"several runs are called {job}: {listed}; name a folder")
     return found[0]

@@ -65,7 +65,7 @@ async def end_attempt(
         while not _has_ended(job := await operator.read()):
             if stop.asked.is_set():
                 raise LeftRunningError(
-                    f"left {_described(job)} as it is; it may have been told to stop by now, and "
+                    f"left {_described(job)} as it is; a stop may have been requested, and "
                     "no new run was started"
                 )
             if (reason := _blocking_reason(job)) is not None:
@@ -109,13 +109,13 @@ def _blocking_reason(job: FineTuneJob) -> str | None:
 
 def _described(job: FineTuneJob) -> str:
     handle = handle_of(job.status)
-    where = f"({handle.url or handle.name})" if handle else "(its creation had no answer yet)"
+    where = f"({handle.url or handle.name})" if handle else "(its creation has no response yet)"
     return f"attempt {job.status.attempt} of the earlier run {where}"
 
 
 def _refusal(job: FineTuneJob, folder: RunFolder, reason: str) -> str:
     return (
         f"--fresh starts no new run while {_described(job)} may run: {reason}; end it there and "
-        f"run this again, or, once nothing of it runs, move {folder.run_dir} away and leave out "
+        f"run this again, or, once it has ended, move {folder.run_dir} away and leave out "
         "--fresh"
     )

@@ -23,7 +23,7 @@ from finetune_operator.cli.stop_signals import StopSignals
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, is_true
 
-_NOTHING_NAMED = ("auto", "none")
+_UNNAMED = ("auto", "none")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ async def _make_way(
     try:
         stored = folder.load()
     except RunFolderError:
-        unknown = "" if _is_here(manifest) else "; should it run elsewhere, it runs on there"
+        unknown = "" if _is_here(manifest) else "; an attempt that runs elsewhere continues there"
         return _moved_aside(folder, manifest) + unknown
     if stored is None:
         return _moved_aside(folder, manifest) if folder.outside() else ""
@@ -121,7 +121,7 @@ def _opened(manifest: FineTuneJob, folder: RunFolder) -> OpenedJob:
     raise_errors(check_start(manifest))
     if manifest.spec.take_over:
         folder.make_way()
-        note = "the earlier run is complete; going on with what it wrote (spec.takeOver)"
+        note = "the earlier run is complete; continuing with its files (spec.takeOver)"
         return _new(manifest, note)
     aside = folder.move_aside(manifest.metadata)
     return _new(manifest, f"the earlier run is complete; moved it to {aside}")
@@ -147,7 +147,7 @@ def _resume(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Op
     if is_bound and (changed := changes_of_training(stored.spec, manifest.spec)):
         message = (
             f"differs from the unfinished run in {folder.run_dir} ({', '.join(changed)}); restore "
-            "the old values to go on, or start anew with --fresh, which moves that run aside"
+            "the old values to resume, or start a new run with --fresh, which moves that run aside"
         )
         raise InvalidJobError([Problem(f"spec.{changed[0]}", message)])
     metadata = stored.metadata.model_copy(update=manifest.metadata.model_extra)  # such as labels
@@ -158,7 +158,7 @@ def _resume(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Op
         spec = stored.spec.model_copy(update={"suspend": True})
         note = (
             f"attempt {status.attempt} runs with another {', '.join(changed)}; it is stopped "
-            f"{_how_stopped(stored)} first, as that changes only while the job is suspended"
+            f"{_how_stopped(stored)} first, because that changes only while it is suspended"
         )
         return OpenedJob(_with_spec(stored, spec), note, manifest.spec)
     job = _with_spec(stored, manifest.spec)
@@ -167,7 +167,7 @@ def _resume(stored: FineTuneJob, manifest: FineTuneJob, folder: RunFolder) -> Op
         return OpenedJob(job, _note(job, start))
     is_late = stored.spec != manifest.spec
     late = "; changes of the manifest take effect with the next attempt" if is_late else ""
-    return OpenedJob(job, f"attempt {status.attempt} is not over; going on with it{late}")
+    return OpenedJob(job, f"attempt {status.attempt} has not ended; following it{late}")
 
 
 def _how_stopped(job: FineTuneJob) -> str:
@@ -188,8 +188,8 @@ def _with_spec(job: FineTuneJob, spec: FineTuneJobSpec) -> FineTuneJob:
 
 def _note(job: FineTuneJob, start: str) -> str:
     if not job.status.attempt:
-        return "going on with the job that was opened before"
-    return f"going on with attempt {job.status.attempt + 1}, {start}"
+        return "resuming the job of the earlier run"
+    return f"resuming with attempt {job.status.attempt + 1}, {start}"
 
 
 def _start_here(job: FineTuneJob, newest: int | None) -> str:
@@ -197,8 +197,8 @@ def _start_here(job: FineTuneJob, newest: int | None) -> str:
     if newest is not None:
         return f"from the checkpoint of step {newest}"
     named = job.spec.checkpoint.resume_from
-    if named in _NOTHING_NAMED:
-        return "from the first step, as there is no checkpoint"
+    if named in _UNNAMED:
+        return "from the first step: there is no checkpoint"
     return f"from {named}"
 
 
@@ -207,5 +207,5 @@ def _start_elsewhere(job: FineTuneJob) -> str:
     if (last := job.status.checkpoint.last) is not None:
         return f"from the checkpoint of step {last.step}"
     named = job.spec.checkpoint.resume_from
-    first = "the first step" if named in _NOTHING_NAMED else named
+    first = "the first step" if named in _UNNAMED else named
     return f"from its newest checkpoint, or from {first} if there is none"

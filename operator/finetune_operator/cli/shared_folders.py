@@ -41,7 +41,7 @@ def _problem(checked: Checked, mine: Written, other: Checked, theirs: Written) -
     place = other.manifest.locate(Problem(theirs.field, ""))
     shared = sentence(mine, theirs, f"{_name(other)} in {place.file}:{place.line}")
     text = (
-        f"{shared}; a folder has one writer, so the second job to start is refused: use another, "
+        f"{shared}; a folder has one writer, so the second job to start is refused; use another, "
         "such as one with {namespace} and {name} in it"
     )
     return checked.manifest.locate(Problem(mine.field, text, Severity.WARNING))

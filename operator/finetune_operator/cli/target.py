@@ -46,7 +46,7 @@ BackendOption = Annotated[
 
 @dataclass(frozen=True)
 class Target:
-    """One validated job, ready to be rendered or run.
+    """A validated job, ready to be rendered or run.
 
     Attributes:
         manifest: Manifest of the job.
@@ -83,8 +83,8 @@ class Target:
         """Refuse --fresh for a job with takeOver: they exclude each other."""
         if self.job.spec.take_over:
             message = (
-                "true goes on in the folders of the job before, and --fresh moves them aside; "
-                "leave out one of them"
+                "true continues in the folders of the previous job, and --fresh moves them aside; "
+                "leave out --fresh or takeOver"
             )
             self.refuse([Problem("spec.takeOver", message)])
 
@@ -96,7 +96,7 @@ def open_target(
 
     Args:
         file: The manifest; it may also hold the job's FineTuneProfile.
-        backend: Backend that replaces that of the manifest.
+        backend: Backend that replaces spec.backend.
         profile: Another file with FineTuneProfiles.
         runs_here: Whether to refuse a backend that needs a cluster.
 

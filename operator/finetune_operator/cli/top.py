@@ -53,12 +53,12 @@ def top(
     ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="Ask the cluster: the namespace of its jobs."),
+        typer.Option("--namespace", "-n", help="Namespace of the jobs; reads the cluster."),
     ] = None,
     all_namespaces: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="Ask the cluster: all jobs.")
+        bool, typer.Option("--all-namespaces", "-A", help="All jobs of the cluster.")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and exit.")] = False,
     output: Annotated[
         TopFormat, typer.Option("-o", "--output", help="text or json; json with --once.")
     ] = TopFormat.TEXT,
@@ -70,11 +70,11 @@ def top(
     permissions to list pods and to get pods/proxy.
     """
     if output is TopFormat.JSON and not once:
-        raise typer.BadParameter("-o json prints one look; add --once")
+        raise typer.BadParameter("-o json prints one screen; add --once")
     if not once and not sys.stdout.isatty():
-        raise typer.BadParameter("the output is no terminal; add --once")
+        raise typer.BadParameter("the output is not a terminal; add --once")
     if all_namespaces and (namespace is not None or job is not None):
-        raise typer.BadParameter("--all-namespaces is about all jobs; leave out what names one")
+        raise typer.BadParameter("--all-namespaces shows all jobs; leave out job and --namespace")
     source = _source(job, namespace, all_namespaces=all_namespaces)
     try:
         asyncio.run(_print_once(source, output) if once else _show(source))
@@ -136,4 +136,4 @@ async def _next(read_screen: ReadScreen, before: Screen) -> Screen:
     try:
         return await read_screen()
     except FineTuneError as error:
-        return before.model_copy(update={"notes": (f"{error}; this was the last answer",)})
+        return before.model_copy(update={"notes": (f"{error}; showing the last screen",)})

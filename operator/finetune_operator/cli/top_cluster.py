@@ -67,7 +67,7 @@ async def get_job(client: KubeClient, job: Key) -> Object:
     try:
         return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
     except NotFoundError as error:
-        text = f"there is no FineTuneJob {job} in the cluster; kubectl get ftj -A lists them"
+        text = f"the cluster has no FineTuneJob {job}; kubectl get ftj -A lists all jobs"
         raise FineTuneError(text) from error
 
 
@@ -97,7 +97,7 @@ async def read_pods(client: KubeClient, job: Object) -> PodPages:
         FineTuneError: the pods cannot be listed.
     """
     if (backend := backend_of(job)) != AKS:
-        note = f"the job runs by backend {backend}; its pages cannot be reached from here"
+        note = f"the job runs on backend {backend}, whose pages cannot be read from here"
         return PodPages([], notes=[note])
     namespace, number = job["metadata"]["namespace"], count_in(job, "status", "attempt") or 0
     selector = f"{JOB_UID_LABEL}={job['metadata']['uid']},{ATTEMPT_LABEL}={number}"
@@ -131,11 +131,11 @@ async def _page(
     try:
         return read_page(node, await _get(client, pod, port, "metrics"))
     except ForbiddenError as error:
-        remedy = f"ask for the right to get pods/proxy in {namespace}"
+        remedy = f"request permission to get pods/proxy in {namespace}"
         sentence = f"the pages of the pods cannot be read ({error}); {remedy}"
         notes += [sentence] if sentence not in notes else []
     except (ApiError, TimeoutError, ValueError) as error:
-        notes.append(f"the page of pod {name} does not answer ({error or 'no answer in time'})")
+        notes.append(f"the page of pod {name} cannot be read ({error or 'timeout'})")
     return None
 
 

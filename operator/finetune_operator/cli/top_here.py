@@ -30,7 +30,7 @@ _opener = build_opener(ProxyHandler({}))  # without a proxy: the pages are on th
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a job on this machine.
+    """A node of a job on this machine.
 
     Attributes:
         url: URL of the page; None if the node has no page or does not run.
@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True)
 class JobHere:
-    """One job of this machine.
+    """A job of this machine.
 
     Attributes:
         nodes: Nodes of the newest attempt, by rank.

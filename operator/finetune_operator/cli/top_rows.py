@@ -21,7 +21,7 @@ class SuspectRow(ContractModel):
 
 
 class JobRow(ContractModel):
-    """One job."""
+    """A job."""
 
     namespace: str
     name: str
@@ -43,7 +43,7 @@ class JobRow(ContractModel):
 
 
 class RankRow(ContractModel):
-    """One rank.
+    """A rank.
 
     Attributes:
         phase: The phase that took most of the time between the two newest pages.

@@ -39,7 +39,7 @@ async def all_here() -> AsyncIterator[ReadScreen]:
                 notes.append(str(error))
         rows = await asyncio.gather(*map(top_here.row_of, found))
         if not rows and not notes:
-            notes = [f"no job below {Path.cwd()}; -n NAMESPACE or -A asks the cluster"]
+            notes = [f"no job below {Path.cwd()}; -n NAMESPACE or -A shows the cluster"]
         return Screen(jobs=tuple(rows), notes=tuple(notes))
 
     yield read_screen

@@ -51,7 +51,7 @@ async def until_unread(
                 raise
             out.drop()  # the last lines of the screen must not raise another error
             sentence = (
-                f", so ftctl ends; job {name} goes on, and nothing restarts it should it fail. To "
+                f", so ftctl ends; job {name} continues, but is not restarted if it fails. To "
                 f"follow it again, or to stop it there with Ctrl-C: {again}"
             )
             raise OutputLostError(lost[0], sentence) from lost[0]

@@ -86,7 +86,7 @@ def news(before: View, after: View) -> list[str]:
     if after.attempt > max(1, before.attempt):
         found.append(f"attempt {after.attempt} starts")
     if new.resumed_step is not None and _differs(old, new, "attempt", "resumed_step"):
-        found.append(f"goes on from the checkpoint of step {new.resumed_step}")
+        found.append(f"resumed from the checkpoint of step {new.resumed_step}")
     if new.eval_loss_before is not None and _differs(old, new, "eval_loss_before"):
         found.append(f"held-out loss {new.eval_loss_before:.3f} before training")
     if new.eval_loss not in (None, new.eval_loss_before) and _differs(old, new, "eval_loss"):

@@ -75,7 +75,9 @@ def test_each_thing_that_a_profile_names_is_looked_up_and_nothing_is_changed(
         "datastore rows": "ok",
     }
     assert found["compute aks"][1] == "kubernetes, instance types defaultinstancetype, gpu1, gpu8"
-    assert found["compute gone"][1].endswith("Correct the profile, or let this identity read it")
+    assert found["compute gone"][1].endswith(
+        "Correct the profile, or grant this identity read access"
+    )
     sent = service.requests()
     assert {one.method for one in sent if one.kind != "token"} == {"GET"}
 

@@ -263,7 +263,7 @@ def test_replicas_that_are_not_ready_say_why(
     api.run(api.client.patch(DEPLOYMENTS, "finetune-operator", HOME, now, subresource="status"))
     found = doctor().of(f"{HOME}/finetune-operator")
     assert found["detail"].startswith("2 of 2 replicas ready, version unknown")
-    assert ", which are not yet those of its last change; the image x cannot" in found["detail"]
+    assert ", but not all are updated and available; the image x cannot" in found["detail"]
 
 
 def test_two_operators_of_one_namespace_and_none_of_another_are_told(
@@ -298,7 +298,7 @@ def test_two_operators_that_wait_for_one_lease_are_told(
     report = doctor("-n", "team-b")
     assert report.of(f"Lease {HOME}/finetune-operator")["state"] == "ok"
     fault = report.of(f"Lease of {HOME}/two")
-    assert fault["detail"] == f"is that of {HOME}/one, too, so that only one of both works"
+    assert fault["detail"] == f"is shared with {HOME}/one, so only one of the two works"
     upgrade = f"helm upgrade two charts/finetune-operator -n {HOME} --reset-then-reuse-values"
     assert fault["command"] == f"{upgrade} --set settings.leaseName=two"
     of_helm = {"metadata": {"annotations": {"meta.helm.sh/release-name": None}}}
@@ -341,8 +341,7 @@ def test_a_user_without_rights_sees_what_is_lacking_and_what_could_not_be_asked(
     for name in ("finetunejobs.finetune.dev", "FineTuneProfiles", "Nodes", "StorageClasses"):
         assert report.of(name)["state"] == "unknown"
     assert (
-        "is there; you may not read of which revision"
-        in report.of("finetunejobs.finetune.dev")["detail"]
+        "exists; you may not read its revision" in report.of("finetunejobs.finetune.dev")["detail"]
     )
 
     role = "kubectl create role guests --verb=list --resource=deployments.apps"
@@ -490,7 +489,7 @@ def test_a_text_lists_each_command_once(plane: ControlPlane) -> None:
     done = CliRunner().invoke(
         app, ["doctor", "--cluster"], env={"KUBECONFIG": str(plane.kubeconfig)}
     )
-    assert "What mends it:" in done.stdout
+    assert "Commands that fix it:" in done.stdout
     assert done.stdout.count("helm install finetune-operator") == 1
     assert done.exit_code == 1
 

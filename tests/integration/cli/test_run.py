@@ -178,7 +178,7 @@ def test_logs_are_found_by_manifest_name_and_folder(complete: tuple[Path, str]) 
     [
         pytest.param(["other"], "no run of a job called other below", id="unknown name"),
         pytest.param(["other.yaml"], "other.yaml does not exist", id="missing file"),
-        pytest.param(["."], ". is no run directory, as it holds no job.json", id="other folder"),
+        pytest.param(["."], ". is not a run directory: it has no job.json", id="other folder"),
         pytest.param(["tiny", "--rank", "99"], "attempt 1 has rank 0 alone", id="no such rank"),
         pytest.param(["tiny", "--previous"], "no attempt before the first", id="no previous"),
     ],
@@ -257,13 +257,13 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
         run.read_until(r"checkpoint of step \d+ committed")
         run.interrupt()
         code = run.wait()
-    kept = re.search(r"the checkpoint of step (\d+) is kept", "\n".join(run.lines))
+    kept = re.search(r"the checkpoint of step (\d+) is saved", "\n".join(run.lines))
 
     assert code == 130
     assert kept is not None
-    assert "Go on with: ftctl run job.yaml" in run.lines
+    assert "Resume with: ftctl run job.yaml" in run.lines
     with started("run", file.name, folder=tmp_path, PATH="/nowhere") as again:
-        again.read_until(rf"goes on from the checkpoint of step {kept[1]}$")
+        again.read_until(rf"resumed from the checkpoint of step {kept[1]}$")
         again.interrupt()
         again.interrupt()
         assert again.wait() == 130
@@ -272,7 +272,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_next_run_goes_on_from_it(tmp_pat
         third.interrupt()
         third.interrupt()
         assert third.wait() == 130
-    assert re.search(r"Stopped .*; the checkpoint of step \d+ is kept", "\n".join(third.lines))
+    assert re.search(r"Stopped .*; the checkpoint of step \d+ is saved", "\n".join(third.lines))
 
 
 @pytest.mark.full
@@ -289,7 +289,7 @@ def test_a_reader_that_goes_away_is_told_what_becomes_of_the_job(tmp_path: Path)
         os.kill(attempt["pid"], 0)  # it trains on
 
         assert code == 141
-        assert said.startswith("standard output is closed, so ftctl ends; job tiny goes on")
+        assert said.startswith("standard output is closed, so ftctl ends; job tiny continues")
         assert said.endswith(again)
 
         with started(*words, **there) as tee:
@@ -365,7 +365,7 @@ def test_a_job_suspended_by_its_manifest_says_what_to_change(tmp_path: Path) -> 
 
     done = ftctl("run", file.name, folder=tmp_path)
 
-    assert "spec.suspend is true; set it to false to go on" in done.stdout
+    assert "spec.suspend is true; set it to false to resume" in done.stdout
     assert "there is no checkpoint yet" in done.stdout
     assert done.returncode == 130
 
@@ -524,7 +524,9 @@ def test_a_run_without_checkpoints_stops_without_one_and_begins_anew(tmp_path: P
         run.read_until(r"stopping without a checkpoint \(spec.checkpoint.enabled\)")
         assert run.wait() == 130
     said = " ".join(" ".join(run.lines).split())
-    assert "there is no checkpoint (spec.checkpoint.enabled), so the next run begins anew" in said
+    assert (
+        "there is no checkpoint (spec.checkpoint.enabled), so the next run starts at step 0" in said
+    )
     ended = tmp_path / "runs/default/tiny/attempts/1/node-0.termination.json"
     termination = json.loads(ended.read_text())
     assert termination["exitCode"] == 75
@@ -533,7 +535,7 @@ def test_a_run_without_checkpoints_stops_without_one_and_begins_anew(tmp_path: P
     write_project(tmp_path, **settings)
     again = ftctl("run", file.name, folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "going on with attempt 2, from the first step, as there is no checkpoint" in again.stdout
+    assert "resuming with attempt 2, from the first step: there is no checkpoint" in again.stdout
     assert "committed" not in again.stdout
     assert not list((tmp_path / "runs/default/tiny/checkpoints").glob("step-*"))
     progress = json.loads((tmp_path / "runs/default/tiny/progress.json").read_text())

@@ -198,7 +198,7 @@ def test_ctrl_c_leaves_what_fresh_waits_for(tmp_path: Path) -> None:
             said, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 130, said
         assert f"left attempt 1 of the earlier run (file://{run_dir}) as it is" in said
-        assert "Go on with it: ftctl run job.yaml\n" in said
+        assert "Resume it: ftctl run job.yaml\n" in said
         assert is_running(pid)
         assert uid_in(run_dir) == uid
         assert not run_dir.with_name("tiny.1").exists()
@@ -210,17 +210,17 @@ def test_a_job_of_a_service_says_from_which_checkpoint_it_goes_on(tmp_path: Path
         project.write_job(suspend=True)
         code, said = project.call("run", "job.yaml")
         assert code == 130, said
-        found = re.search(r"the checkpoint of step \d+ is kept", said)
+        found = re.search(r"the checkpoint of step \d+ is saved", said)
         assert found, said
-        kept = found[0].removesuffix(" is kept")
+        kept = found[0].removesuffix(" is saved")
         # As where they are in a datastore.
         (tmp_path / "runs/default/tiny/checkpoints").rename(tmp_path / "datastore")
         project.write_job()
         with project.start("run", "job.yaml") as process:
-            said = read_until(process, "going on")
+            said = read_until(process, "resuming with")
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=PATIENCE_SECONDS)
-        assert f"going on with attempt 2, from {kept}\n" in said
+        assert f"resuming with attempt 2, from {kept}\n" in said
 
 
 def test_a_job_of_a_service_that_told_of_no_checkpoint_may_have_one(tmp_path: Path) -> None:
@@ -230,11 +230,11 @@ def test_a_job_of_a_service_that_told_of_no_checkpoint_may_have_one(tmp_path: Pa
     code, said = project.call("run", "job.yaml")
     assert code == 1, said
     start = "from its newest checkpoint, or from the first step if there is none"
-    assert f"going on with attempt 2, {start}\n" in said
+    assert f"resuming with attempt 2, {start}\n" in said
     project.write_job(suspend=True)
     code, said = project.call("run", "job.yaml")
     assert code == 130, said
-    assert "no checkpoint of it is known" in said
+    assert "no checkpoint is known" in said
 
 
 def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None
                 process.send_signal(signal.SIGINT)
                 said, _ = process.communicate(timeout=PATIENCE_SECONDS)
             assert process.returncode == 130, said
-            assert "tiny goes on: " in said
+            assert "tiny continues: " in said
             assert "Follow it again: ftctl run job.yaml" in said
             assert is_running(int((tmp_path / STARTS).read_text().split()[2]))
         project.write_job(suspend=True)
@@ -278,7 +278,7 @@ def test_the_end_of_ftctl_dev_leaves_jobs_of_a_service_to_the_next_start(tmp_pat
                 process.send_signal(signal.SIGINT)
                 said, _ = process.communicate(timeout=PATIENCE_SECONDS)
             assert process.returncode == 0, said
-            assert "left running, and found by the next start: default/tiny" in said
+            assert "left running; the next start finds them: default/tiny" in said
             assert is_running(int((tmp_path / STARTS).read_text().split()[2]))
         assert starts(tmp_path) == [(1, 0)]
     finally:

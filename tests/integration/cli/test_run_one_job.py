@@ -300,11 +300,11 @@ def test_what_is_promised_is_what_the_checkpoint_folder_holds(tmp_path: Path) ->
     assert stopped.status.checkpoint.last is not None
     step = stopped.status.checkpoint.last.step
 
-    assert note_of(here, job()) == f"going on with attempt 2, from the checkpoint of step {step}"
+    assert note_of(here, job()) == f"resuming with attempt 2, from the checkpoint of step {step}"
     (run_dir(tmp_path) / "checkpoints" / f"step-{step}").rename(tmp_path / "gone")
     assert (
         note_of(here, job())
-        == "going on with attempt 2, from the first step, as there is no checkpoint"
+        == "resuming with attempt 2, from the first step: there is no checkpoint"
     )
 
 
@@ -389,8 +389,8 @@ def test_a_change_under_a_living_attempt_comes_once_that_is_suspended(tmp_path: 
     kill_at_step(here, job(), 2)
     changed = job(training__learning_rate=5e-5, restart_policy__max_restarts=7)
     said = (
-        "attempt 1 runs with another training; it is stopped with a checkpoint first, as that "
-        "changes only while the job is suspended"
+        "attempt 1 runs with another training; it is stopped with a checkpoint first, because "
+        "that changes only while it is suspended"
     )
     assert note_of(here, changed) == said
     done = run(here, changed)
@@ -413,7 +413,7 @@ def test_a_change_that_may_come_at_any_time_stops_nothing(tmp_path: Path) -> Non
     kill_at_step(here, job(), 2)
     changed = job(restart_policy__max_restarts=7, metadata__labels={"team": "a"})
     late = "; changes of the manifest take effect with the next attempt"
-    assert note_of(here, changed) == f"attempt 1 is not over; going on with it{late}"
+    assert note_of(here, changed) == f"attempt 1 has not ended; following it{late}"
     done = run(here, changed)
     assert (done.status.phase, done.status.attempt) == (JobPhase.SUCCEEDED, 1)
     assert done.metadata.model_extra is not None
@@ -470,7 +470,7 @@ def test_an_unfinished_run_of_the_version_before_goes_on(tmp_path: Path) -> None
         handle = asyncio.run(backend.submit(backend.render(make_plan(old), Attempt(1))))
         folder.save(old.model_copy(update={"status": attempts.with_handle(old.status, handle)}))
     assert "creationTimestamp" not in (run_dir(tmp_path) / "job.json").read_text()
-    assert note_of(here, job()) == "attempt 1 is not over; going on with it"
+    assert note_of(here, job()) == "attempt 1 has not ended; following it"
     done = run(here, job())
     assert (done.status.phase, done.status.attempt) == (JobPhase.SUCCEEDED, 1)
     assert done.metadata.uid == old.metadata.uid

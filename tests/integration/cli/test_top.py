@@ -254,12 +254,12 @@ def test_the_ranks_of_a_job_are_read_from_its_pods_with_the_rights_of_who_asks(
         ]
         waits, silent = told["notes"]
         assert waits == "pod tiny-3-2 is Pending"
-        assert silent.startswith("the page of pod tiny-3-1 does not answer")
+        assert silent.startswith("the page of pod tiny-3-1 cannot be read")
         if not is_real:
             proxy.is_allowed = False
             told = top(tmp_path, "tiny", "-n", namespace, kubeconfig=kubeconfig)
             _, note = told["notes"]
-            assert note.endswith(f"ask for the right to get pods/proxy in {namespace}")
+            assert note.endswith(f"request permission to get pods/proxy in {namespace}")
             assert [one["ageSeconds"] for one in told["ranks"]] == [None] * 6
 
 

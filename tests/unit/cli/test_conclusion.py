@@ -29,8 +29,8 @@ HANDLE = Handle("AzureMLJob", "tiny-1", "uid-1", "https://studio.test/tiny-1")
     ("opened", "handle", "expected"),
     [
         (False, None, "Stopped after 5s; there is no checkpoint yet"),
-        (True, None, "tiny may be starting as attempt 1"),
-        (True, HANDLE, "tiny goes on: https://studio.test/tiny-1"),
+        (True, None, "tiny may be starting: the creation of attempt 1 has no response"),
+        (True, HANDLE, "tiny continues: https://studio.test/tiny-1"),
     ],
     ids=["no attempt", "no answer to its submission", "it runs"],
 )

@@ -49,7 +49,7 @@ def of(*pods: dict[str, Any], refused: str = "") -> Trouble:
         ),
         pytest.param(
             {"terminated": {"message": "exec /bin/finetune-operator: exec format error\n"}},
-            "the image reg/x:1 is for another processor than its node has",
+            "the image reg/x:1 is built for another processor than its node has",
             "REGISTRY=REGISTRY docker buildx bake operator --push "
             "--set '*.platform=linux/amd64,linux/arm64'",
             id="for another architecture",
@@ -118,7 +118,7 @@ def test_an_init_container_that_fails_is_named(
     made = pod(waiting={"reason": "PodInitializing"})
     ended = {"name": "other", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
     made["status"]["initContainerStatuses"] = [ended, {"name": "plugin", "state": state}]
-    assert of(made) == Trouble(f"its init container plugin does not end well ({said})", remedy)
+    assert of(made) == Trouble(f"its init container plugin fails ({said})", remedy)
 
 
 def test_what_a_pod_that_is_ready_said_earlier_is_no_reason() -> None:
@@ -152,12 +152,12 @@ def test_another_user_is_given_by_kubectl_where_helm_installed_nothing() -> None
     [
         pytest.param(
             'pods "x-1" is forbidden: exceeded quota: small, requested: limits.memory=512Mi',
-            "kubectl -n operators edit resourcequota small  # it needs more room",
+            "kubectl -n operators edit resourcequota small  # raise the limit",
             id="quota",
         ),
         pytest.param(
             'pods "x-1" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
-            "helm get values ours -n operators  # which of them ask for what is named",
+            "helm get values ours -n operators  # which of them set these fields",
             id="Pod Security",
         ),
         pytest.param(
@@ -168,7 +168,7 @@ def test_another_user_is_given_by_kubectl_where_helm_installed_nothing() -> None
     ],
 )
 def test_what_refuses_pods_is_told_in_its_own_words(text: str, remedy: str) -> None:
-    assert of(refused=text) == Trouble(f"no pod can be made: {text}", remedy)
+    assert of(refused=text) == Trouble(f"no pod can be created: {text}", remedy)
 
 
 def test_a_pod_without_a_node_says_why() -> None:

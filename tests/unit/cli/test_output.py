@@ -43,8 +43,8 @@ def test_a_job_that_nobody_can_follow_is_left_running_and_the_sentence_says_so()
 
     assert lost.value.code == 1
     assert str(lost.value) == (
-        "standard output cannot be written (No space left on device), so ftctl ends; job tiny goes "
-        "on, and nothing restarts it should it fail. To follow it again, or to stop it there with "
+        "standard output cannot be written (No space left on device), so ftctl ends; job tiny "
+        "continues, but is not restarted if it fails. To follow it again, or to stop it there with "
         "Ctrl-C: ftctl run job.yaml"
     )
 

@@ -86,7 +86,7 @@ def test_news_tell_of_a_failed_attempt_and_of_the_one_that_follows() -> None:
     assert news(before, after) == [
         "attempt 1 ended, WorkerLost (exit code 137): rank 1 was killed",
         "attempt 2 starts",
-        "goes on from the checkpoint of step 8",
+        "resumed from the checkpoint of step 8",
     ]
     assert news(after, after) == []
 
@@ -160,7 +160,7 @@ def test_plain_lines_do_not_tell_the_step_of_a_checkpoint_as_a_step_that_was_mad
 
     assert [line.split("  ")[-1] for line in out.getvalue().splitlines()] == [
         "attempt 2 starts",
-        "goes on from the checkpoint of step 8",
+        "resumed from the checkpoint of step 8",
         "Training",
     ]
 

@@ -289,9 +289,9 @@ def test_runs_of_one_job_are_told_apart_by_their_folders() -> None:
     ("words", "sentence"),
     [
         (["-o", "json"], "add --once"),
-        ([], "the output is no terminal"),
-        (["-A", "-n", "x", "--once"], "--all-namespaces is about all jobs"),
-        (["tiny", "-A", "--once"], "--all-namespaces is about all jobs"),
+        ([], "the output is not a terminal"),
+        (["-A", "-n", "x", "--once"], "--all-namespaces shows all jobs"),
+        (["tiny", "-A", "--once"], "--all-namespaces shows all jobs"),
     ],
 )
 def test_options_that_would_have_no_effect_are_refused(words: list[str], sentence: str) -> None:
