@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from image_archive import ImageArchive, open_archive
+from support.images.image_archive import ImageArchive, open_archive
 from support.images.image_runs import IMAGES, Container, built
 
 _BUILT = {name: built(name) for name in ("operator", "trainer")}

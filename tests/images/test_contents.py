@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import build_images
-from image_archive import ImageArchive, open_archive
+from support.images.image_archive import ImageArchive, open_archive
 from support.images.image_runs import IMAGES, Container, built
 
 ROOT = Path(__file__).parents[2]

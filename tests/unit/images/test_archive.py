@@ -6,7 +6,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from image_archive import open_archive
+from support.images.image_archive import open_archive
 
 LOWER = {"old/file": "x", "folder/one": "1", "folder/two": "2", "kept": "k"}
 UPPER = {"old/.wh.file": "", "folder/.wh..wh..opq": "", "folder/three": "3"}
