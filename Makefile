@@ -34,7 +34,7 @@ run-azureml: install quickstart-assets  ## Fine-tune it on a stand-in for Azure 
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/azureml/walk_azureml.py
 
 # A file's tests run one after the other on one worker, the longest files first
-# (docs/decisions/0003-one-pytest-run.md, 0005-two-test-runs.md). Containers often tell Python to
+# (CONTRIBUTING.md, 0005-two-test-runs.md). Containers often tell Python to
 # keep no compiled code, and each of hundreds of processes would compile ours anew.
 PYTEST := $(OFFLINE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -1,6 +1,6 @@
 """Which run a test belongs to, and which files begin first where workers share the tests.
 
-`conftest.py` calls it for each collection; docs/decisions/0005-two-test-runs.md has the reasons.
+`conftest.py` calls it for each collection; CONTRIBUTING.md has the reasons.
 """
 
 import json
