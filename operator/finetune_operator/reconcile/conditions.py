@@ -300,11 +300,11 @@ def _admission(
     if situation.has(Effect.QUEUED):
         return False, Reason.QUEUED, situation.message
     if situation.exists and (has_queue or (admitted is not None and admitted.status == "False")):
-        return True, Reason.ADMITTED, "the queue let it go"
+        return True, Reason.ADMITTED, "the queue has admitted the job"
     if has_queue and situation.reason == Reason.CREATION_FAILED:
         return False, Reason.CREATION_FAILED, situation.message
     if not has_queue and admitted is None:
-        return True, Reason.ADMITTED, "there is no queue to wait for"
+        return True, Reason.ADMITTED, "no queue holds the job"
     return None
 
 

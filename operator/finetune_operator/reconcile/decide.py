@@ -214,8 +214,8 @@ def unreconcilable(
         situation = Situation(Stage.REFUSED, rejection.reason, rejection.message)
         return describe(status, situation, now, generation)
     text = (
-        f"{rejection.message}; attempt {attempt.number} is left alone and runs on if it runs, and "
-        f"what becomes of it is reported once {until}"
+        f"{rejection.message}; attempt {attempt.number} is left alone: it continues if it runs, "
+        f"and its outcome is reported once {until}"
     )
     return describe(status, Situation(Stage.HELD, rejection.reason, text), now, generation)
 
@@ -231,7 +231,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         refused = view.plan
         situation = Situation(Stage.REFUSED, refused.reason, refused.message)
         if is_true(status, ConditionType.SUSPENDED):
-            text = f"resumed, but the job cannot go on yet: {refused.message}"
+            text = f"resumed, but the job cannot continue yet: {refused.message}"
             text = _why_suspended(view, status) if view.spec.suspend else text
             situation = replace(situation, suspended=text)
         return view.conclude(status, situation, requeue=RECHECK_SECONDS)
@@ -246,7 +246,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
         return _fail(view, status, limit.reason, limit.message)
     start = attempts.earliest_start(status, view.spec.restart_policy)
     if start is not None and start > view.now:
-        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, after the back-off"
+        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, after the backoff"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         return view.conclude(status, situation, requeue=view.seconds_until(start))
     status = attempts.open_next(status, view.now)
@@ -255,13 +255,13 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
 
 def _why_suspended(view: _View, status: FineTuneJobStatus) -> str:
     if (last := status.checkpoint.last) is not None:
-        return f"suspended at step {last.step} by spec.suspend; set it to false to go on"
+        return f"suspended at step {last.step} by spec.suspend; set it to false to resume"
     if view.spec.checkpoint.enabled is False:
         return (
-            "suspended by spec.suspend without a checkpoint, as spec.checkpoint.enabled is false; "
-            "set spec.suspend to false to begin anew"
+            "suspended by spec.suspend without a checkpoint, because spec.checkpoint.enabled is "
+            "false; set spec.suspend to false to restart from step 0"
         )
-    return "suspended by spec.suspend; set it to false to go on"
+    return "suspended by spec.suspend; set it to false to resume"
 
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
@@ -340,10 +340,10 @@ def _not_created(
     if is_early and not failed.needs_fix:
         return unchanged
     if was_suspended:
-        text = f"resumed, but attempt {attempt.number} cannot go on yet: {failed.message}"
+        text = f"resumed, but attempt {attempt.number} cannot start yet: {failed.message}"
         return view.conclude(status, Situation(Stage.RESUMING, Reason.SUSPENDED_BY_USER, text))
     if view.spec.suspend:
-        text = f"waiting until nothing of attempt {attempt.number} can run: {failed.message}"
+        text = f"waiting until no process of attempt {attempt.number} can run: {failed.message}"
         return view.conclude(status, Situation(Stage.SUSPENDING, Reason.SUSPENDING, text))
     stage, requeue = stage_of_start(attempt.number), None
     if failed.needs_fix:
@@ -361,7 +361,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     kind, status = ConditionType.COMPLETE, view.before
     if not is_true(status, kind):
         kind = ConditionType.FAILED
-    cause = f"somebody else wrote {kind} into the status while attempt {attempt.number} was open"
+    cause = f"another writer set {kind} in the status while attempt {attempt.number} was open"
     if observation is not None and not _is_terminated(observation):
         saves = "stops" if view.spec.checkpoint.enabled is False else "saves a checkpoint and stops"
         text = f"{cause}; it {saves}"
@@ -369,7 +369,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
         grace = float(view.spec.deadlines.termination_grace_seconds)
         status, until = attempts.stop(status, grace, view.now)
         return view.conclude(status, situation, Cancel(until), requeue=observation.requeue_seconds)
-    absent = Observation(AttemptPhase.UNKNOWN, message="nothing of it was created")
+    absent = Observation(AttemptPhase.UNKNOWN, message="it was never created")
     termination = failures.verdict(observation or absent)
     if termination.progress is not None:
         folder = (observation or absent).checkpoints
@@ -378,7 +378,7 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
     status = attempts.close(status, termination, node, view.now)
     if termination.failure_class is FailureClass.COMPLETED and kind is ConditionType.COMPLETE:
         return _complete(view, status, termination)
-    text = f"{cause}; it was stopped before it was done"
+    text = f"{cause}; it was stopped before it finished"
     return _fail(view, status, Reason.ENDED_BY_OTHERS, text, stage=Stage.ABANDONED)
 
 

@@ -48,7 +48,7 @@ def decide_deletion(
     grace = float(spec.deadlines.termination_grace_seconds) if spec else UNREADABLE_GRACE_SECONDS
     actions: tuple[Cancel, ...] = ()
     requeue: float | None = None
-    stage, activity = Stage.DELETED, "nothing of it runs"
+    stage, activity = Stage.DELETED, "no attempt runs"
     if attempt is not None and observation is not None:
         report = observation.progress
         if observation.all_gone:
@@ -78,12 +78,12 @@ def _blockers(finalizers: Sequence[str]) -> list[str]:
     """Return a clause for each cause that delays the deletion."""
     clauses = []
     if FINALIZER in finalizers:
-        clauses.append("it stays until that has ended")
+        clauses.append("it remains until the attempt has ended")
     if FOREGROUND in finalizers:
-        clauses.append("it stays until what was made for it is gone (--cascade=foreground)")
+        clauses.append("it remains until its dependents are removed (--cascade=foreground)")
     foreign = [name for name in finalizers if name not in (FINALIZER, FOREGROUND)]
     if foreign:
         names = ", ".join(foreign)
-        whose = "that finalizer" if len(foreign) == 1 else "these finalizers"
-        clauses.append(f"{names} keeps it until whoever set {whose} takes it away")
+        subject = f"finalizer {names} is" if len(foreign) == 1 else f"finalizers {names} are"
+        clauses.append(f"it remains until {subject} removed")
     return clauses

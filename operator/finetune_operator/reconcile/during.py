@@ -142,7 +142,7 @@ def _watching(
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage, obstacle = stage_of_start(attempt.number), observation.obstacle
     if runs and obstacle is None:
-        text = f"every node of attempt {attempt.number} runs; ranks meet and load model and data"
+        text = f"all nodes of attempt {attempt.number} run; ranks connect and load model and data"
         return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     if obstacle is None:
@@ -183,16 +183,17 @@ def describe_stop(
         grace: Seconds after which the remaining processes are killed.
         saves: Whether the attempt saves checkpoints.
     """
-    who, killed = f"attempt {attempt.number}", f"what is left of it after {grace:g} s is killed"
+    name = f"attempt {attempt.number}"
+    killed = f"processes that still run after {grace:g} s are killed"
     if _trains(status, observation):
         if _has_lost_a_node(observation):
-            return f"{who} has lost a node and stops without another checkpoint; {killed}"
+            return f"{name} has lost a node and stops without another checkpoint; {killed}"
         if not saves:
-            return f"{who} stops without a checkpoint (spec.checkpoint.enabled); {killed}"
-        return f"{who} saves a checkpoint of its newest step and stops; {killed}"
+            return f"{name} stops without a checkpoint (spec.checkpoint.enabled); {killed}"
+        return f"{name} saves a checkpoint of its newest step and stops; {killed}"
     if not observation.nodes_ready:
-        return f"{who} is ended before it began to train"
-    return f"{who} stops before it trains, as there is nothing to save; {killed}"
+        return f"{name} is stopped before it starts to train"
+    return f"{name} has not trained yet and stops without a checkpoint; {killed}"
 
 
 def _has_lost_a_node(observation: Observation) -> bool:

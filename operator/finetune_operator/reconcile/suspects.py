@@ -65,9 +65,9 @@ def _suspect(suspect: Suspect) -> SuspectStatus:
 def _sentence(suspect: Suspect) -> str:
     rank = f"rank {suspect.rank} on {suspect.node}"
     if suspect.score is not None:
-        why = _LONGER.get(suspect.cause, "it does more")
-        return f"{rank} has been busy {suspect.score:.2f} times as long as the others, as {why}"
-    text = f"{rank} has stayed away from a collective in which the others wait"
+        why = _LONGER.get(suspect.cause, "it has more work")
+        return f"{rank} has been busy {suspect.score:.2f} times as long as the others: {why}"
+    text = f"{rank} has not joined a collective in which the others wait"
     text += _MEANWHILE.get(suspect.cause, "")
     if suspect.process is not None:
         text += f"; its process is {suspect.process}"

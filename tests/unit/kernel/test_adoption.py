@@ -122,7 +122,7 @@ def test_adopted_attempt_that_cannot_be_observed_is_reported() -> None:
         await world.settle()
         assert world.job["status"]["attempt"] == 1
         assert world.job["status"]["backendRef"]["name"] == "ns/tiny-1"
-        assert "attempt 1 is left alone and runs on" in world.condition("Stalled")["message"]
+        assert "attempt 1 is left alone: it continues" in world.condition("Stalled")["message"]
 
     run(work())
 

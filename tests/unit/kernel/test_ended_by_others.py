@@ -66,7 +66,7 @@ def test_its_attempt_is_stopped_and_the_status_says_what_is_so(kind: str, dies: 
         said = conditions(world)
         assert (said[kind], said["Running"], said["Ready"]) == ("True", "False", "False")
         assert told(world) == [
-            f"somebody else wrote {kind} into the status while attempt 1 was open; it saves a "
+            f"another writer set {kind} in the status while attempt 1 was open; it saves a "
             "checkpoint and stops"
         ]
         if dies:
@@ -79,7 +79,7 @@ def test_its_attempt_is_stopped_and_the_status_says_what_is_so(kind: str, dies: 
         assert status["completionTime"]
         said = conditions(world)
         assert (said[kind], said["Reconciling"], said["Stalled"]) == ("True", "False", "True")
-        assert world.condition("Ready")["message"].endswith("; it was stopped before it was done")
+        assert world.condition("Ready")["message"].endswith("; it was stopped before it finished")
         assert world.condition(kind)["message"] == "enough"
         assert world.attempts == ["tiny-1"]
 

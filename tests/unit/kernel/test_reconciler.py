@@ -511,7 +511,7 @@ def test_an_attempt_whose_spec_cannot_be_read_any_more_is_told_to_run_on(chapter
         assert world.condition("Running")["status"] == ("False", "True")[chapters]
         for kind, status in (("Accepted", "False"), ("Ready", "False"), ("Stalled", "True")):
             assert world.condition(kind)["status"] == status
-            assert "attempt 1 is left alone and runs on" in world.condition(kind)["message"]
+            assert "attempt 1 is left alone: it continues" in world.condition(kind)["message"]
         assert world.api.objects(CONFIG_MAPS) == before
         await world.change(training={"globalBatchSize": 4})
         await _first_runs(world)
@@ -599,7 +599,7 @@ def test_a_job_outside_the_cluster_is_ended_before_it_may_go() -> None:
         assert cancelled.requeue_seconds is not None
         assert "deletionTimestamp" in world.job["metadata"]
         assert world.job["status"]["phase"] == "Deleting"
-        assert "it stays until that has ended" in world.condition("Ready")["message"]
+        assert "it remains until the attempt has ended" in world.condition("Ready")["message"]
         await world.settle()
         assert world.api.objects(FINE_TUNE_JOBS) == []
 
@@ -655,8 +655,8 @@ def test_a_deleted_job_whose_attempt_has_ended_names_the_finalizers_that_keep_it
         assert world.condition("Running")["status"] == "False"
         assert world.job["status"]["attempts"][0]["failureClass"] == "Preempted"
         assert world.condition("Ready")["message"] == (
-            "the job is being deleted: nothing of it runs; example.com/hold, b.test/c keeps it "
-            "until whoever set these finalizers takes it away"
+            "the job is being deleted: no attempt runs; it remains until finalizers "
+            "example.com/hold, b.test/c are removed"
         )
         assert world.attempts == ["tiny-1"]
 

@@ -206,7 +206,7 @@ def test_children_that_are_not_shown_count_neither_as_gone_nor_as_never_made(
         assert stalled["message"] == (
             "spec.backend.type configmap: the operator cannot see what runs in this namespace "
             f"(configmaps is forbidden: cannot {verbs[0]} in team-b); give it that right; "
-            "attempt 1 is left alone and runs on if it runs, and what becomes of it is reported "
+            "attempt 1 is left alone: it continues if it runs, and its outcome is reported "
             "once it can be seen"
         )
         scene.api.refused = {}

@@ -175,7 +175,7 @@ def test_what_keeps_a_suspended_job_from_going_on_is_told() -> None:
         await look(world, 1)
         told = world.condition("Suspended")
         assert (told["status"], told["observedGeneration"]) == ("True", 3)
-        assert told["message"].startswith("resumed, but attempt 1 cannot go on yet: a pod is still")
+        assert told["message"].startswith("resumed, but attempt 1 cannot start yet: a pod is still")
 
     run(work())
 

@@ -115,8 +115,8 @@ BLOCKED = (Stage.BLOCKED, "CreationFailed", False)
 OPENED = (Stage.STARTING, "Provisioning", False)
 HAS_NO_NODE = (Stage.STARTING, "Unschedulable", True)
 TRAINS = (Stage.RUNNING, "Training", True)
-NO_QUEUE = ("True", "there is no queue to wait for")
-LET_GO = ("True", "the queue let it go")
+NO_QUEUE = ("True", "no queue holds the job")
+LET_GO = ("True", "the queue has admitted the job")
 WAITS = ("False", "queued")
 
 

@@ -271,7 +271,7 @@ def test_suspending_stops_with_the_grace_and_counts_nothing() -> None:
     assert life.status.restarts.counted == life.status.restarts.disruptions == 0
 
 
-GRACE = "; what is left of it after 120 s is killed"
+GRACE = "; processes that still run after 120 s are killed"
 NO_NODE = Observation(AttemptPhase.PENDING)
 LOADS = Observation(AttemptPhase.RUNNING, nodes_ready=1)
 LOST = Observation(
@@ -287,10 +287,10 @@ LOST = Observation(
             "attempt 1 saves a checkpoint of its newest step and stops" + GRACE, id="it trains",
         ),
         pytest.param(
-            NO_NODE, NO_NODE, "attempt 1 is ended before it began to train", id="it waits for nodes"
+            NO_NODE, NO_NODE, "attempt 1 is stopped before it starts to train", id="it has no node"
         ),
         pytest.param(
-            LOADS, LOADS, "attempt 1 stops before it trains, as there is nothing to save" + GRACE,
+            LOADS, LOADS, "attempt 1 has not trained yet and stops without a checkpoint" + GRACE,
             id="it loads",
         ),
         pytest.param(
@@ -357,12 +357,14 @@ def test_a_job_that_is_resumed_and_refused_is_not_told_to_resume_it() -> None:
     life.rejection = Rejection("InvalidSpec", "spec.topology.nodes 9 is more than 4; lower it")
     life.suspend(False)
     assert life.see() == ()
-    text = "resumed, but the job cannot go on yet: spec.topology.nodes 9 is more than 4; lower it"
+    text = (
+        "resumed, but the job cannot continue yet: spec.topology.nodes 9 is more than 4; lower it"
+    )
     assert life.said("Suspended") == text
     assert life.condition("Stalled") == ("True", "InvalidSpec")
     life.suspend(True)
     life.see()
-    assert life.said("Suspended") == "suspended by spec.suspend; set it to false to go on"
+    assert life.said("Suspended") == "suspended by spec.suspend; set it to false to resume"
     life.rejection = None
     life.suspend(False)
     assert life.see() == (Submit(2),)
@@ -568,6 +570,6 @@ def test_a_job_without_checkpoints_is_suspended_without_one_and_says_that_it_beg
     life.see(running(3))
     assert "stops without a checkpoint (spec.checkpoint.enabled)" in life.said("Suspended")
     life.see(PREEMPTED)
-    assert "set spec.suspend to false to begin anew" in life.said("Suspended")
+    assert "set spec.suspend to false to restart from step 0" in life.said("Suspended")
     life.suspend(False)
     assert life.see() == (Submit(2),)

@@ -93,7 +93,7 @@ def test_a_job_that_is_to_be_suspended_says_that_its_attempt_may_yet_exist() -> 
     life.see(NOT_YET)
     assert life.status.phase is JobPhase.SUSPENDING
     assert life.said("Suspended") == (
-        "waiting until nothing of attempt 1 can run: pods of another attempt run"
+        "waiting until no process of attempt 1 can run: pods of another attempt run"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_job_that_is_resumed_says_why_its_attempt_cannot_go_on() -> None:
     life.suspend(False)
     life.see(NOT_YET)
     assert life.said("Suspended") == (
-        "resumed, but attempt 1 cannot go on yet: pods of another attempt run"
+        "resumed, but attempt 1 cannot start yet: pods of another attempt run"
     )
     told = [life.condition(kind)[0] for kind in ("Suspended", "Ready", "Reconciling")]
     assert told == ["True", "False", "True"]

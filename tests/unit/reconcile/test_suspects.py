@@ -76,11 +76,11 @@ def test_a_suspect_is_told_at_once_with_a_sentence() -> None:
     )
     assert first.message == (
         "since 2026-01-01T00:00:00Z rank 3 on gpu-1 has been busy 1.20 times as long as the "
-        "others, as it computes longer"
+        "others: it computes longer"
     )
     assert (second.cause, second.score) == ("stuck", None)
     assert second.message == (
-        "since 2026-01-01T00:00:05Z rank 2 on gpu-0 has stayed away from a collective in which the "
+        "since 2026-01-01T00:00:05Z rank 2 on gpu-0 has not joined a collective in which the "
         "others wait; its process is stopped; its stacks are in logs/stall-1-1 of the run directory"
     )
 
@@ -165,7 +165,7 @@ def test_a_rank_is_one_event_of_its_attempt_whatever_is_found_later() -> None:
 
     first, second = asyncio.run(live())
     assert "rank 3 on gpu-1 has been busy 1.20 times as long" in first
-    assert "rank 2 on gpu-0 has stayed away" in second
+    assert "rank 2 on gpu-0 has not joined a collective" in second
 
 
 def said(**changes: Any) -> bytes:
