@@ -63,8 +63,13 @@ def judge(definition: Object) -> CrdProblem | None:
         )
         return CrdProblem(not_served, _remedy(definition))
     conditions = (definition.get("status") or {}).get("conditions") or ()
-    if not any(one["type"] == "Established" and one["status"] == "True" for one in conditions):
-        why = "; ".join(one["message"] for one in conditions if one["status"] != "True")
+    if not any(
+        condition["type"] == "Established" and condition["status"] == "True"
+        for condition in conditions
+    ):
+        why = "; ".join(
+            condition["message"] for condition in conditions if condition["status"] != "True"
+        )
         return CrdProblem(
             f"{crd} is not served ({why or 'not yet'})", f"kubectl describe crd {name}"
         )
@@ -73,7 +78,10 @@ def judge(definition: Object) -> CrdProblem | None:
 
 def is_served(definition: Object) -> bool:
     """Whether a CRD serves the version of this operator."""
-    return any(one["name"] == VERSION and one["served"] for one in definition["spec"]["versions"])
+    return any(
+        version["name"] == VERSION and version["served"]
+        for version in definition["spec"]["versions"]
+    )
 
 
 def _remedy(definition: Object) -> str:

@@ -70,18 +70,18 @@ def warning(text: str) -> JobEvent:
 def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEvent]:
     """Return the Events for the changes from one status to the next."""
     events: list[JobEvent] = []
-    ended = {one.number for one in new.attempts if one.end_time} - {
-        one.number for one in old.attempts if one.end_time
+    ended = {attempt.number for attempt in new.attempts if attempt.end_time} - {
+        attempt.number for attempt in old.attempts if attempt.end_time
     }
     if not is_finished(new):
         events += [
             JobEvent(
                 EventType.WARNING,
-                one.failure_class or "AttemptEnded",
-                f"attempt {one.number} ended: {one.message}",
+                attempt.failure_class or "AttemptEnded",
+                f"attempt {attempt.number} ended: {attempt.message}",
             )
-            for one in new.attempts
-            if one.number in ended and not is_true(new, ConditionType.SUSPENDED)
+            for attempt in new.attempts
+            if attempt.number in ended and not is_true(new, ConditionType.SUSPENDED)
         ]
     created = new.backend_ref
     if created is not None and created != old.backend_ref:
@@ -89,8 +89,8 @@ def events_between(old: FineTuneJobStatus, new: FineTuneJobStatus) -> list[JobEv
         events.append(JobEvent(EventType.NORMAL, "AttemptCreated", message))
     events += _overruling(old, new)
     events += [
-        JobEvent(EventType.WARNING, "RankHoldsBack", one.message, subject=subject)
-        for subject, one in new_suspects(old, new)
+        JobEvent(EventType.WARNING, "RankHoldsBack", suspect.message, subject=subject)
+        for subject, suspect in new_suspects(old, new)
     ]
     for kind in _REPORTED:
         found = find(new, kind)

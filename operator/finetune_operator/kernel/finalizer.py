@@ -94,21 +94,21 @@ class Finalizer:
             return NEVER  # not our finalizer, or --cascade=orphan: nothing to do
         last, seen, failure = await self._observe(view)
         view, decision = await self._report(view, last, seen)
-        order, is_over = decision.action(Cancel), failure is None
+        order, has_ended = decision.action(Cancel), failure is None
         if order is not None and last.ref is not None:
             try:
-                is_over = await self._cancel(last, last.ref, order.until)
+                has_ended = await self._cancel(last, last.ref, order.until)
             except FineTuneError as error:
                 failure = error
         elif order is not None:
-            is_over = False
+            has_ended = False
         if failure is not None:
             message = deletion_blocked(failure).message
             if failure.retryable and self._actions.record_failure(view, message, failure):
                 await self._report(view, last.with_status(decision.status), seen)
             raise failure
         view.memory.forget_failures()
-        if not is_over:
+        if not has_ended:
             return Result(max(decision.requeue_seconds or 0.0, SHORTEST_WAIT_SECONDS))
         if has_ours:
             await self._remove(view)
@@ -133,7 +133,7 @@ class Finalizer:
         return NEVER
 
     async def _remove(self, view: JobView) -> JobView:
-        rest = [one for one in view.finalizers if one != FINALIZER]
+        rest = [finalizer for finalizer in view.finalizers if finalizer != FINALIZER]
         view = await self._writer.patch(view, {"metadata": {"finalizers": rest}})
         log.info("finalizer removed", extra={"job": str(view.key)})
         return view

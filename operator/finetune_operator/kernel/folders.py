@@ -119,7 +119,7 @@ class FolderBook:
         self._place(key, entry)
         return status.model_copy(update={"folders": [folder.uri for folder in entry.folders]})
 
-    def settle(self, key: Key, *, is_certain: bool) -> None:
+    def record_result(self, key: Key, *, is_certain: bool) -> None:
         """Record the result of a reconcile and wake waiters if the job opened no attempt.
 
         Args:

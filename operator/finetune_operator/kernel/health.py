@@ -127,12 +127,14 @@ class HealthServer:
     def _not_served(self, error: OSError) -> str:
         number = error.errno or 0  # less where a name is not known
         why = os.strerror(number) if number > 0 else error.strerror or str(error)
-        cure = f"set {PREFIX}HEALTH_HOST to an address of this machine, such as 0.0.0.0"
+        remedy = f"set {PREFIX}HEALTH_HOST to an address of this machine, such as 0.0.0.0"
         if error.errno in (errno.EACCES, errno.EPERM):
-            cure = f"set {PREFIX}HEALTH_PORT to 1024 or more, such as 8080"
+            remedy = f"set {PREFIX}HEALTH_PORT to 1024 or more, such as 8080"
         elif error.errno == errno.EADDRINUSE:
-            cure = f"set {PREFIX}HEALTH_PORT to a port that is free"
-        return f"/healthz cannot be served at {self._host}, port {self.port}: {why.lower()}; {cure}"
+            remedy = f"set {PREFIX}HEALTH_PORT to a port that is free"
+        return (
+            f"/healthz cannot be served at {self._host}, port {self.port}: {why.lower()}; {remedy}"
+        )
 
     async def _healthz(self, request: "web.Request") -> "web.Response":
         health = self._read()

@@ -212,9 +212,9 @@ def _is_unchanged(before: Object, after: Object) -> bool:
     """Whether no retained field changed."""
     if version_of(before) > version_of(after):
         return False  # a response to a write of ours, for which no event has come
-    old, new = ({**one["metadata"], "resourceVersion": ""} for one in (before, after))
+    old, new = ({**obj["metadata"], "resourceVersion": ""} for obj in (before, after))
     return {**before, "metadata": old} == {**after, "metadata": new}
 
 
 def _jobs_of(objects: Iterable[Object]) -> Iterable[Key | None]:
-    return dict.fromkeys(job_key_of(one) for one in objects)
+    return dict.fromkeys(job_key_of(obj) for obj in objects)

@@ -31,10 +31,12 @@ class Informers:
     def add(self, backends: Mapping[str, Backend]) -> None:
         """Create the informers of the kinds that these backends watch."""
         self._vital = {
-            name: frozenset(one.resource for one in backend.watches if one.is_vital)
+            name: frozenset(watch.resource for watch in backend.watches if watch.is_vital)
             for name, backend in backends.items()
         }
-        watches = {one.resource: one for each in backends.values() for one in each.watches}
+        watches = {
+            watch.resource: watch for backend in backends.values() for watch in backend.watches
+        }
         self.all = [
             self._make(watch, place, _used_by(backends, watch))
             for watch in watches.values()
@@ -54,20 +56,24 @@ class Informers:
             for informer in self.all
             if informer.watch.resource in needed and informer.namespace in (None, namespace)
         )
-        return min(filter(None, found), key=lambda one: one.since, default=None)
+        return min(filter(None, found), key=lambda reason: reason.since, default=None)
 
     def forbidden(self) -> dict[str, str]:
         """Return the message of each informer whose objects are hidden."""
-        return {name_of(one): one.forbidden.message for one in self.all if one.forbidden}
+        return {
+            name_of(informer): informer.forbidden.message
+            for informer in self.all
+            if informer.forbidden
+        }
 
     def absent(self) -> dict[str, str]:
         """Return the API server's message for each kind that it does not serve."""
-        return {name_of(one): one.absent for one in self.all if one.absent}
+        return {name_of(informer): informer.absent for informer in self.all if informer.absent}
 
     def silent_seconds(self) -> dict[str, float]:
         """Return the time since the last request or event of each informer."""
         now = asyncio.get_running_loop().time()
-        return {name_of(one): now - one.last_activity for one in self.all}
+        return {name_of(informer): now - informer.last_activity for informer in self.all}
 
 
 def name_of(informer: Informer) -> str:
@@ -81,7 +87,7 @@ def name_in(resource: Resource, place: Place) -> str:
 
 
 def _used_by(backends: Mapping[str, Backend], watch: Watch) -> str:
-    return ", ".join(name for name, one in backends.items() if watch in one.watches)
+    return ", ".join(name for name, backend in backends.items() if watch in backend.watches)
 
 
 def _places(resource: Resource, namespaces: Sequence[str]) -> Sequence[Place]:

@@ -102,10 +102,10 @@ class JobView:
         return bool(self.raw["metadata"].get("deletionTimestamp"))
 
     @property
-    def is_told_to_stop(self) -> bool:
+    def has_to_stop(self) -> bool:
         """Whether the open attempt, if it exists, has to stop."""
-        is_over = self.is_deleted or is_finished(self.status)
-        return is_over or self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
+        is_ending = self.is_deleted or is_finished(self.status)
+        return is_ending or self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
 
     @property
     def is_ours(self) -> bool:
@@ -136,7 +136,9 @@ def read_job(raw: Object, memory: JobMemory | None = None) -> JobView:
     try:
         job = FineTuneJob.model_validate(raw)
     except ValidationError as error:
-        problems = (Problem(show_path(tuple(one["loc"])), one["msg"]) for one in error.errors()[:8])
+        problems = (
+            Problem(show_path(tuple(detail["loc"])), detail["msg"]) for detail in error.errors()[:8]
+        )
         text = "; ".join(str(problem) for problem in problems)
         status = _read_status(raw)
         rejection = Rejection(Reason.INVALID_SPEC, text)
@@ -209,7 +211,9 @@ class JobIndex:
         The result depends on more than the spec: profiles and files may come and go.
         """
         job = view.job
-        found = [Problem(show_path(one.path), one.message) for one in check_built(view.raw)]
+        found = [
+            Problem(show_path(problem.path), problem.message) for problem in check_built(view.raw)
+        ]
         if found:
             return _rejection(found)
         try:
@@ -219,7 +223,7 @@ class JobIndex:
             return Rejection(Reason.BACKEND_NOT_FOUND, str(error))
         except FineTuneError as error:
             return Rejection(Reason.BACKEND_FAILED, str(error))
-        errors = [one for one in problems if one.severity is Severity.ERROR]
+        errors = [problem for problem in problems if problem.severity is Severity.ERROR]
         return _rejection(errors) if errors else self.plan(view)
 
 

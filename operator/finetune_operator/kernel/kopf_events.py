@@ -80,7 +80,7 @@ class KopfThread:
         Events do not show that kopf lives, because none may occur. But each watch ends after a
         minute and is followed by another request, also if the server does not respond.
         """
-        asked = [one for one in self._asked_at.values() if one is not None]
+        asked = [time for time in self._asked_at.values() if time is not None]
         return min(asked) if len(asked) == len(self._asked_at) else None
 
     def _is_lost(self) -> bool:

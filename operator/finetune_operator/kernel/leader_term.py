@@ -38,7 +38,7 @@ from finetune_operator.reconcile.conditions import ConditionType
 
 log = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 0.25
+_COALESCE_SECONDS = 0.25
 _SPARE_WORKERS = 4  # for other backends while one keeps all its workers busy
 _LASTING_SECONDS = 60.0  # a longer run has not failed at its start
 # The longest wait and the settling after it keep recovery after an outage within 15 s.
@@ -90,7 +90,7 @@ class LeaderTerm:
         retries = Backoff(settings.retry_seconds, settings.max_retry_seconds)
         self._queue = WorkQueue(
             retries,
-            _SETTLE_SECONDS,
+            _COALESCE_SECONDS,
             is_urgent=lambda key: self._reconciler.is_new(key),
             group_of=self._backend_of,
             share=settings.workers,
@@ -160,7 +160,7 @@ class LeaderTerm:
         silent = {**self._informers.silent_seconds(), str(FINE_TUNE_JOBS): silence}
         return Health(
             is_leading=True,
-            is_ready=self._is_synced and not self._resync.sees_nothing,
+            is_ready=self._is_synced and not self._resync.is_blind,
             queue=len(self._queue),
             backlog=len(self._backlog),
             oldest_seconds=self._queue.oldest_seconds,

@@ -72,7 +72,7 @@ class WorkQueue:
 
     Args:
         backoff: Delays after failures.
-        settle_seconds: Time after a reconcile in which events of the key are coalesced.
+        coalesce_seconds: Time after a reconcile in which events of the key are coalesced.
         is_urgent: Whether a key goes before others; evaluated when it is queued.
         group_of: Returns the group of a key; there are few groups.
         share: Maximum number of workers for one group.
@@ -81,14 +81,14 @@ class WorkQueue:
     def __init__(
         self,
         backoff: Backoff,
-        settle_seconds: float = 0.0,
+        coalesce_seconds: float = 0.0,
         *,
         is_urgent: Callable[[Key], bool] = _never,
         group_of: Callable[[Key], str] = lambda key: "",
         share: float = math.inf,
     ) -> None:
         self._backoff = backoff
-        self._settle_seconds = settle_seconds
+        self._coalesce_seconds = coalesce_seconds
         self._is_urgent = is_urgent
         self._group_of = group_of
         self._share = share
@@ -98,8 +98,8 @@ class WorkQueue:
         self._waiting: set[Key] = set()
         self._taken: dict[Key, _Group] = {}
         self._again: set[Key] = set()
-        self._settling: dict[Key, asyncio.TimerHandle] = {}
-        self._woken: set[Key] = set()  # settling keys with an event
+        self._coalescing: dict[Key, asyncio.TimerHandle] = {}
+        self._woken: set[Key] = set()  # coalescing keys with an event
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, float] = {}
@@ -129,7 +129,7 @@ class WorkQueue:
             self._again.add(key)
         elif self._not_before.get(key, 0.0) > self._loop.time():
             return  # its timer runs
-        elif key in self._settling:
+        elif key in self._coalescing:
             self._woken.add(key)
         else:
             self._put(key)
@@ -160,7 +160,7 @@ class WorkQueue:
         group.taken[key] = self._loop.time()
         self._stop_timer(key)
         self._woken.discard(key)
-        if (timer := self._settling.pop(key, None)) is not None:
+        if (timer := self._coalescing.pop(key, None)) is not None:
             timer.cancel()
         return key
 
@@ -197,10 +197,10 @@ class WorkQueue:
 
     def close(self) -> None:
         """Cancel all timers."""
-        for timer in (*self._timers.values(), *self._settling.values()):
+        for timer in (*self._timers.values(), *self._coalescing.values()):
             timer.cancel()
         self._timers.clear()
-        self._settling.clear()
+        self._coalescing.clear()
 
     def _put(self, key: Key) -> None:
         if key not in self._waiting and key not in self._taken:
@@ -238,16 +238,16 @@ class WorkQueue:
         del group.taken[key]
         if group.urgent or group.ready:
             self._call_worker()
-        if self._settle_seconds:
-            self._settling[key] = self._loop.call_later(
-                self._settle_seconds, self._end_settling, key
+        if self._coalesce_seconds:
+            self._coalescing[key] = self._loop.call_later(
+                self._coalesce_seconds, self._end_coalescing, key
             )
         if key in self._again:
             self._again.discard(key)
             self.add(key)
 
-    def _end_settling(self, key: Key) -> None:
-        del self._settling[key]
+    def _end_coalescing(self, key: Key) -> None:
+        del self._coalescing[key]
         if key in self._woken:
             self._woken.discard(key)
             self.add(key)

@@ -143,11 +143,11 @@ class Reconciler:
             is_certain = True
             return result
         finally:
-            self._folders.settle(key, is_certain=is_certain)
+            self._folders.record_result(key, is_certain=is_certain)
 
     async def _reconcile(self, view: JobView) -> Result:
         if (missing := self._not_shown(view.key.namespace, view.backend)) is not None:
-            return await self._stand_by(view, missing)
+            return await self._leave_alone(view, missing)
         if (status := await self._adoption.adopted(view)) is not None:
             await self._writer.write(view, self._folders.opened(view.key, status))
             return AT_ONCE
@@ -269,7 +269,7 @@ class Reconciler:
         await self._writer.report(view, status)
         return Result(RECHECK_SECONDS)
 
-    async def _stand_by(self, view: JobView, missing: NotShown) -> Result:
+    async def _leave_alone(self, view: JobView, missing: NotShown) -> Result:
         """Leave a job alone whose attempts the API server hides: they may be running."""
         left = missing.since + _NOT_SHOWN_SECONDS - asyncio.get_running_loop().time()
         if left > 0 or (view.is_deleted and FINALIZER not in view.finalizers):

@@ -20,7 +20,7 @@ from finetune_operator.kube.watch import trim_metadata
 
 log = logging.getLogger(__name__)
 
-_SETTLE_SECONDS = 1.0  # one LIST for all events lost in one outage
+_COALESCE_SECONDS = 1.0  # one LIST for all events lost in one outage
 _FORBIDDEN_SECONDS = 10.0
 
 
@@ -70,7 +70,7 @@ class Resync:
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
-    def sees_nothing(self) -> bool:
+    def is_blind(self) -> bool:
         """Whether every list was refused, or the kind is not served."""
         return bool(self._absent) or len(self._forbidden) == len(self._places)
 
@@ -113,13 +113,13 @@ class Resync:
                 if self._loop.time() < due:
                     await self._list_until_done(tuple(self._forbidden))
                     continue
-            await asyncio.sleep(_SETTLE_SECONDS)
+            await asyncio.sleep(_COALESCE_SECONDS)
             self.missed_events.clear()
             waiting, self._waiting = self._waiting, []
             await self.list_all()
-            for one in waiting:
-                if not one.done():
-                    one.set_result(None)
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
             due = self._next()
 
     def _next(self) -> float:
@@ -166,8 +166,8 @@ class Resync:
         if self._forbidden.pop(place, None) is not None:
             log.info("list allowed again", extra=_about(place))
         gone = self._cache.replace(listing.items, listing.resource_version, place)
-        for one in (*gone, *listing.items):
-            self._wake(key_of(one))
+        for job in (*gone, *listing.items):
+            self._wake(key_of(job))
 
 
 def _about(place: Place, **fields: str) -> dict[str, str]:

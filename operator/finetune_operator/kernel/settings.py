@@ -184,7 +184,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        raise SettingsError("; ".join(_sentence(one) for one in error.errors())) from error
+        raise SettingsError("; ".join(_sentence(detail) for detail in error.errors())) from error
 
 
 def _sentence(error: Any) -> str:

@@ -220,7 +220,10 @@ def is_worth_writing(
 
 
 def _essence(status: FineTuneJobStatus, with_handle: bool) -> tuple[object, ...]:
-    return (*_facts(status, with_handle=with_handle), *(_gist(one) for one in status.conditions))
+    return (
+        *_facts(status, with_handle=with_handle),
+        *(_gist(condition) for condition in status.conditions),
+    )
 
 
 def _facts(status: FineTuneJobStatus, *, with_handle: bool) -> tuple[object, ...]:
@@ -232,7 +235,10 @@ def _facts(status: FineTuneJobStatus, *, with_handle: bool) -> tuple[object, ...
         {name: value for name, value in status.nodes if name != "ready"},
         None if starts else status.progress,
         status.backend_ref if with_handle else None,
-        *((one.type, one.status, one.observed_generation) for one in status.conditions),
+        *(
+            (condition.type, condition.status, condition.observed_generation)
+            for condition in status.conditions
+        ),
     )
 
 
@@ -253,14 +259,18 @@ def _seconds_left(status: FineTuneJobStatus, seconds: float, now: datetime) -> f
 
 
 def _without_resources(status: FineTuneJobStatus) -> FineTuneJobStatus:
-    others = [one for one in status.conditions if one.type != ConditionType.RESOURCES_READY]
+    others = [
+        condition
+        for condition in status.conditions
+        if condition.type != ConditionType.RESOURCES_READY
+    ]
     return status.model_copy(update={"conditions": others})
 
 
 def status_patch(old: FineTuneJobStatus, new: FineTuneJobStatus) -> dict[str, Any]:
     """Return the JSON merge patch that turns one status into another."""
     before, after = (
-        one.model_dump(by_alias=True, exclude_none=True, mode="json") for one in (old, new)
+        status.model_dump(by_alias=True, exclude_none=True, mode="json") for status in (old, new)
     )
     return merge_patch(before, after)
 
@@ -271,4 +281,4 @@ def _has_no_obstacle(status: FineTuneJobStatus) -> bool:
 
 
 def _reasons(status: FineTuneJobStatus) -> Reasons:
-    return tuple((one.type, one.reason) for one in status.conditions)
+    return tuple((condition.type, condition.reason) for condition in status.conditions)

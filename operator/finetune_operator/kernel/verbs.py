@@ -83,7 +83,7 @@ class Observer:
         """
         if view.attempt is None or view.handle is not None:
             return view
-        if view.is_told_to_stop or self._backends.finds_from_cache(view.backend):
+        if view.has_to_stop or self._backends.finds_from_cache(view.backend):
             return await self.find(view)
         return view
 
@@ -112,7 +112,7 @@ class Observer:
         if view.attempt is None:
             return None
         if (ref := view.ref) is None:
-            return self.observe_absent(view) if view.is_told_to_stop else None
+            return self.observe_absent(view) if view.has_to_stop else None
         try:
             seen = await self._backends.get(view.backend).observe(ref)
         except (BackendError, ApiError) as error:

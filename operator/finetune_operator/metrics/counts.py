@@ -52,5 +52,7 @@ class Counts:
         if found is None:
             return None
         (family,) = found.collect()
-        family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+        family.samples = [
+            sample for sample in family.samples if not sample.name.endswith("_created")
+        ]
         return family

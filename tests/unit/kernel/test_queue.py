@@ -119,7 +119,7 @@ def test_a_key_that_changes_while_it_is_worked_on_comes_again_and_not_before() -
 
 def test_events_right_after_a_look_lead_to_one_look_when_the_key_has_rested() -> None:
     async def work() -> None:
-        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), coalesce_seconds=0.25)
         made.add(A)
         made.done(await made.get())
         for _ in range(5):
@@ -140,7 +140,7 @@ def test_events_right_after_a_look_lead_to_one_look_when_the_key_has_rested() ->
 
 def test_a_key_that_must_be_looked_at_again_at_once_does_not_rest() -> None:
     async def work() -> None:
-        made = WorkQueue(Backoff(1.0, 8.0), settle_seconds=0.25)
+        made = WorkQueue(Backoff(1.0, 8.0), coalesce_seconds=0.25)
         made.add(A)
         made.done(await made.get(), requeue_seconds=0)
         assert await made.get() == A
