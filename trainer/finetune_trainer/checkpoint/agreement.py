@@ -1,7 +1,7 @@
-"""Do one piece of work on every rank, and let every rank know whether all of it succeeded.
+"""Run a function on every rank, and raise on every rank if any of them failed.
 
-The store and its writer call it for each stage of a restore or a save. A rank that failed alone
-would leave the others waiting in the next collective; here all of them raise instead.
+The store and its writer use it for each stage of a restore or a save. If one rank failed alone,
+the others would block in the next collective.
 """
 
 from collections.abc import Callable
@@ -19,25 +19,25 @@ T = TypeVar("T")
 
 
 class RankError(Exception):
-    """At least one rank failed; the message names each with its reason."""
+    """At least one rank failed; the message names each failed rank with its reason."""
 
 
 def on_every_rank(
     group: "ProcessGroup | None", work: Callable[[], T], waiting: Waiting | None = None
 ) -> list[T]:
-    """Call `work` here and on all other ranks of `group`; return what each returned, by rank.
+    """Call `work` on all ranks of `group`, a collective; return the results by rank.
 
-    Without a group it is a plain call. It is a collective: every rank must come here, in time for
-    the group unless they wait for each other in `waiting`.
+    Without a group this is a plain call. Every rank must make the call within the group's timeout,
+    or for as long as they wait for each other in `waiting`.
 
     Raises:
-        RankError: `work` raised on at least one rank; raised on all of them alike.
-        LostRankError: a rank is gone that the others waited for.
+        RankError: `work` raised on at least one rank; raised on every rank.
+        LostRankError: a rank that the others waited for is gone.
     """
-    outcome: tuple[T | None, str | None]  # what it returned, why it failed
+    outcome: tuple[T | None, str | None]  # result, reason of the failure
     try:
         outcome = work(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error must reach the other ranks
         outcome = None, describe(error)
     if waiting is not None:
         waiting.meet(CHECKPOINT)
@@ -49,7 +49,7 @@ def on_every_rank(
 
 
 def do_nothing() -> None:
-    """Leave rank 0 alone."""
+    """Do nothing while rank 0 works."""
 
 
 def on_rank_0(
@@ -59,11 +59,12 @@ def on_rank_0(
     beside: Callable[[], None] = do_nothing,
     waiting: Waiting | None = None,
 ) -> T:
-    """Call `work` on rank 0 and `beside` on the others; return what `work` did, on every rank.
+    """Call `work` on rank 0 and `beside` on the others; return the result of `work` on every rank.
 
     Raises:
-        TrainerError: that of `work`; it keeps its class, and with it the exit code, on every rank.
-        RankError: anything else that was raised.
+        TrainerError: `work` raised it. Its class, and thus the exit code, is the same on every
+            rank.
+        RankError: `work` or `beside` raised another error.
     """
 
     def try_it() -> T | TrainerError | None:
@@ -82,7 +83,7 @@ def on_rank_0(
 
 
 def describe(error: BaseException) -> str:
-    """Return the reason in few words: the system's own for an OSError, else type and message."""
+    """Return a short reason: the system's message for an OSError, otherwise type and message."""
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"

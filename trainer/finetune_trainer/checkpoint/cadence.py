@@ -1,7 +1,7 @@
-"""When a checkpoint is due: every so many steps or seconds, or as often as saves are worth it.
+"""Decide when a checkpoint is due: by steps, by seconds, or by the cost of saves and failures.
 
-The store asks. Without `everySteps` and `everySeconds` the interval is the one that loses least
-time to saves and to failures together: sqrt(2 C M) (Young, 10.1145/361147.361115; Daly,
+The store calls it. Without `everySteps` and `everySeconds` the interval minimises the time lost to
+saves and failures together: sqrt(2 C M) (Young, 10.1145/361147.361115; Daly,
 10.1016/j.future.2004.11.016), with the measured cost C of a save and the mean time between
 failures M.
 """
@@ -10,12 +10,12 @@ import math
 
 from finetune_trainer.config import CheckpointConfig
 
-# Nobody knows C before the first save: it is made early, to measure it.
+# C is unknown before the first save, so the first save is early and measures it.
 FIRST_SAVE_SHARE = 1 / 1000  # of the mean time between failures
 
 
 def young_daly_seconds(save_seconds: float, mean_time_between_failures: float) -> float:
-    """Return the interval between saves; never less than a save takes, so that none overlap."""
+    """Return the interval between saves, at least the duration of a save so that none overlap."""
     return max(save_seconds, math.sqrt(2 * save_seconds * mean_time_between_failures))
 
 
@@ -23,7 +23,7 @@ class Cadence:
     """Counts the time since the last save began.
 
     Attributes:
-        save_seconds: What the newest save took, from its begin to its commit; None before one.
+        save_seconds: Duration of the newest save until its commit; None before the first.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -32,12 +32,12 @@ class Cadence:
         self._counted_from: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether `checkpoint.everySteps` asks for a save at `step`; the same on every rank."""
+        """Whether `checkpoint.everySteps` requires a save at `step`; the same on every rank."""
         every = self._config.every_steps
         return every is not None and step > 0 and step % every == 0
 
     def is_over(self, now: float) -> bool:
-        """Whether the interval has passed; true once, then the count starts anew.
+        """Whether the interval has passed; if so, a new interval starts.
 
         `now` is in seconds of any clock.
         """
@@ -52,12 +52,12 @@ class Cadence:
         return is_over
 
     def restart(self) -> None:
-        """Count from the next question on, as a save begins now."""
+        """Start the next interval at the next check: a save begins now."""
         self._counted_from = None
 
     @property
     def interval_seconds(self) -> float | None:
-        """Seconds between saves by time; None where steps alone decide."""
+        """Seconds between saves; None if only `everySteps` decides."""
         config = self._config
         if config.every_steps is not None or config.every_seconds is not None:
             return config.every_seconds

@@ -1,9 +1,10 @@
-"""What makes a folder a checkpoint: a manifest of sizes and hashes, written last.
+"""Commit and verify checkpoints: a folder with a manifest of sizes and hashes, written last.
 
-The store writes with it, and anything that wants to know which checkpoints exist reads with it.
-It must stay free of torch. A folder carries its writer's claim in its name, `step-N.CLAIM`, so that
-two writers never meet in one; without a claim it is of a trainer before claims. It is a checkpoint
-only while every file is as its manifest says, and counts while it lies on the course of training.
+The store writes checkpoints with it, and every reader of the ledger lists them with it. This module
+must not import torch. The name of a folder, `step-N.CLAIM`, contains the claim of its writer, so
+that two writers never share a folder; trainers before claims wrote `step-N`. A folder is a valid
+checkpoint while every file matches the manifest, and is used while it is in the lineage of the
+current attempt.
 """
 
 import hashlib
@@ -25,14 +26,14 @@ _OLD_LEFTOVER = re.compile(r"step-\d+\.tmp")  # of trainers before claims
 
 
 class FileDigest(ContractModel):
-    """What a file must be: its length and the hash of its bytes."""
+    """Expected length and hash of a file."""
 
     size: int = Field(description="Bytes.")
     sha256: str
 
 
 class Fingerprint(ContractModel):
-    """What a run trains, part by part; a checkpoint is gone on from only where all are equal."""
+    """Identity of a training, part by part; a run resumes a checkpoint only if all are equal."""
 
     model: str = Field(description="Identifies the base model.")
     method: str = Field(description="Identifies the trained parameters.")
@@ -47,19 +48,19 @@ class Fingerprint(ContractModel):
     def _without_what_is_not_known(
         self, handler: SerializerFunctionWrapHandler
     ) -> dict[str, object]:
-        """Write an older version's record as it was: its hash is over that text."""
+        """Omit unset fields of newer versions: the manifest's hash covers this text."""
         values: dict[str, object] = handler(self)
         fields = type(self).model_fields
         added = ("weights", "optimizer")
         return {n: v for n, v in values.items() if n not in added or v != fields[n].default}
 
     def difference(self, other: "Fingerprint") -> str:
-        """Name what differs, and the fields that decide it; empty where nothing does.
+        """Name the parts that differ and the fields that determine them; empty if all are equal.
 
-        Of the weights nothing is known in checkpoints of earlier versions.
+        Weights are compared only if both sides have them: earlier versions did not store them.
 
-        The tokens follow from the model's tokenizer, and the order from the tokens: of these the
-        first that differs is named, as the others differ with it.
+        The tokens depend on the model's tokenizer, and the order depends on the tokens. Only the
+        first of model, tokens and order that differs is named, because the later ones differ too.
         """
         parts = []
         if self.method != other.method:
@@ -92,11 +93,11 @@ class Manifest(ContractModel):
     digest: str = Field("", description="Hash of this record itself, without this field.")
 
     def sealed(self) -> "Manifest":
-        """Return this record with its own hash, so that a flipped bit in it is found too."""
+        """Return this record with its own hash, which reveals a flipped bit in the record."""
         return self.model_copy(update={"digest": self._own_digest()})
 
     def is_intact(self) -> bool:
-        """Whether the record is as it was sealed."""
+        """Whether the record matches its hash."""
         return self.digest == self._own_digest()
 
     def _own_digest(self) -> str:
@@ -105,7 +106,7 @@ class Manifest(ContractModel):
 
 
 class StartRecord(ContractModel):
-    """What an attempt started from, written down once, before its first step."""
+    """The starting point of an attempt, written once before its first step."""
 
     kept: tuple[str, ...] = Field(description="Names of the checkpoints up to the start.")
 
@@ -121,32 +122,32 @@ class StepFolder(NamedTuple):
     path: Path
 
     def is_of(self, claim: Claim) -> bool:
-        """Whether the process with `claim` has written it."""
+        """Whether the process with `claim` wrote this folder."""
         return self.owner == claim[:4]
 
     def is_above(self, claim: Claim) -> bool:
-        """Whether one with a higher claim has written it."""
+        """Whether a process with a higher claim wrote this folder."""
         return self.owner > claim[:4]
 
 
 class Course(NamedTuple):
-    """The course of training since the newest start.
+    """The checkpoints that the current attempt descends from or has written.
 
-    What lies in the folder besides was committed beyond that start, or too late to be seen by it:
-    it belongs to another course of the run, stays where it is, and counts no more.
+    Others were committed after its starting point, or too late for it to see them. They are ignored
+    and never deleted.
     """
 
     claim: Claim
     kept: frozenset[str]
 
     def includes(self, folder: StepFolder) -> bool:
-        """Whether a folder counts."""
+        """Whether a folder belongs to the lineage."""
         is_later = folder.is_of(self.claim) or folder.is_above(self.claim)
         return is_later or folder.path.name in self.kept
 
 
 def step_folder(root: Path, step: int, claim: Claim) -> Path:
-    """Return where the process with `claim` writes the checkpoint of `step`."""
+    """Return the folder in which the process with `claim` writes the checkpoint of `step`."""
     return root / f"step-{step}.{claim.tag}"
 
 
@@ -158,15 +159,15 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make every file that `manifest` names durable, then commit them: write the manifest.
+    """Sync every file that `manifest` names to disk, then commit them by writing the manifest.
 
-    The names come from those who wrote the files, as a listing may be late.
+    The ranks that wrote the files report the names, because a directory listing may be stale.
 
     Raises:
-        OSError: the disk is full or fails; the folder is then no checkpoint.
+        OSError: the disk is full or fails; the checkpoint is then not committed.
     """
     path = folder / MANIFEST
-    for name in manifest.files:  # before the record that vouches for them
+    for name in manifest.files:  # before the record that lists them
         sync(folder / name)
     sync(folder)
     path.write_text(manifest.sealed().to_json())
@@ -176,10 +177,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the commit record alone; the files it lists are not opened.
+    """Read and check only the commit record; the files that it lists are not opened.
 
     Raises:
-        CheckpointError: it is missing, unreadable or not the record of this folder.
+        CheckpointError: the record is missing, unreadable or not that of this folder.
     """
     path = folder / MANIFEST
     try:
@@ -205,7 +206,7 @@ def is_committed(folder: Path) -> bool:
 
 
 Confirm = Callable[[Path, Manifest], Collection[str]]
-"""Returns the names of those files of a checkpoint that are known to be right."""
+"""Returns the names of the files of a checkpoint that are known to match its manifest."""
 
 
 def _confirm_none(_folder: Path, _manifest: Manifest) -> Collection[str]:
@@ -213,12 +214,12 @@ def _confirm_none(_folder: Path, _manifest: Manifest) -> Collection[str]:
 
 
 def verify(folder: Path, confirm: Confirm = _confirm_none) -> Manifest:
-    """Read every byte of a checkpoint and return its manifest if all are as they were written.
+    """Read every byte of a checkpoint and return its manifest if all files match it.
 
-    What `confirm` vouches for is not read here.
+    Files that `confirm` returns are not read here.
 
     Raises:
-        CheckpointError: names the first file that differs, and how.
+        CheckpointError: a file differs; the message names the first one and the difference.
     """
     manifest = read_manifest(folder)
     confirmed = confirm(folder, manifest)
@@ -244,10 +245,10 @@ def verify(folder: Path, confirm: Confirm = _confirm_none) -> Manifest:
 
 
 def refuse_deleted(folder: Path) -> None:
-    """Say so where a checkpoint that was there a moment ago is being deleted.
+    """Refuse a checkpoint that its owner is deleting at this moment.
 
     Raises:
-        CheckpointError: its manifest, which goes first, is gone.
+        CheckpointError: the manifest, which is deleted first, is gone.
     """
     if not (folder / MANIFEST).exists():
         raise CheckpointError(
@@ -263,10 +264,13 @@ def newest_verified(
     writer: str | None = None,
     confirm: Confirm = _confirm_none,
 ) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint in `root` that verifies, or None when there is none.
+    """Return the newest checkpoint in `root` that verifies, or None if no checkpoint does.
 
-    Only those of the job whose identity is `writer` count, where one is named. Each newer one that
-    does not verify is reported to `warn` in a sentence.
+    Args:
+        root: The folder of all checkpoints.
+        warn: Receives a sentence for each newer checkpoint that does not verify.
+        writer: Identity of a job; if given, checkpoints of other jobs are skipped.
+        confirm: Returns files that need not be read here.
     """
     for folder in steps(root):
         if not (folder.path / MANIFEST).exists():
@@ -284,14 +288,14 @@ def newest_verified(
 def manifests(root: Path, course: Course | None = None) -> list[tuple[Path, Manifest]]:
     """List the committed checkpoints in `root`, newest first; the files in them are not read.
 
-    `course` is the one that is written down in `root`, if the caller does not know it better.
+    Without `course`, the lineage recorded in `root` decides which checkpoints are listed.
     """
     found = []
     for folder in steps(root, course):
         try:
             found.append((folder.path, read_manifest(folder.path)))
         except CheckpointError:
-            continue  # not committed, or damaged: `newest_verified` says so when it matters
+            continue  # not committed, or damaged; `newest_verified` warns about damage
     return found
 
 
@@ -301,7 +305,7 @@ def ledger(root: Path, course: Course | None = None) -> list[CheckpointRef]:
 
 
 def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
-    """Return the ledger's line for one checkpoint."""
+    """Return the ledger entry of one checkpoint."""
     return CheckpointRef(
         step=manifest.step,
         path=str(folder),
@@ -312,9 +316,10 @@ def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
 
 
 def remove_leftovers(root: Path, claim: Claim) -> None:
-    """Delete what processes with a lower claim left half-written or half-deleted.
+    """Delete folders that processes with a lower claim left half-written or half-deleted.
 
-    A folder without a claim in its name was renamed to it when it was whole, so it stays.
+    A folder without a claim in its name stays: trainers before claims renamed a folder to that
+    name only when it was complete.
     """
     for path in list(root.iterdir()):
         if _OLD_LEFTOVER.fullmatch(path.name):
@@ -326,11 +331,11 @@ def remove_leftovers(root: Path, claim: Claim) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Delete a committed checkpoint: its manifest first, so that what is left on the way is none.
+    """Delete a committed checkpoint, the manifest first: a partly deleted folder is uncommitted.
 
     Raises:
-        OSError: it cannot be deleted.
-        CheckpointError: it is no checkpoint any more.
+        OSError: the folder cannot be deleted.
+        CheckpointError: the folder has no valid manifest; another process may have deleted it.
     """
     names = read_manifest(folder).files
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -341,10 +346,10 @@ def delete(folder: Path) -> None:
 
 
 def begin_course(root: Path, claim: Claim, step: int) -> tuple[Course, list[str]]:
-    """Write down that the attempt of `claim` starts at `step`; also name what lies beyond.
+    """Record that the attempt of `claim` starts at `step`; also return the names of later folders.
 
-    Training goes on from `step`, so what lies beyond it belongs to another course of the run, or
-    is damaged. Nothing of it is renamed or deleted.
+    Checkpoints of later steps belong to another lineage of the run, or are damaged. They are
+    neither renamed nor deleted.
     """
     there = steps(root)
     kept = tuple(folder.path.name for folder in there if folder.step <= step)
@@ -356,19 +361,19 @@ def begin_course(root: Path, claim: Claim, step: int) -> tuple[Course, list[str]
 
 
 def steps(root: Path, course: Course | None = None) -> list[StepFolder]:
-    """Return every folder on the course whose name is a checkpoint's, newest first."""
+    """Return the folders of the lineage that are named like a checkpoint, newest first."""
     course = course or _newest_course(root)
     found = _all_steps(root)
     return found if course is None else [folder for folder in found if course.includes(folder)]
 
 
 def _newest_course(root: Path) -> Course | None:
-    """Return what the highest claim that has started wrote down."""
+    """Return the lineage that the highest started claim recorded."""
     for claim in sorted(Listing.of(root).started, reverse=True):
         try:
             record = StartRecord.read(claim.path(root, Mark.START))
         except (OSError, ValidationError):
-            continue  # killed while it wrote this, so before its first step
+            continue  # killed while it wrote the record, and thus before its first step
         return Course(claim, frozenset(record.kept))
     return None
 

@@ -1,6 +1,6 @@
-"""Which committed checkpoints stay: the newest ones, and the one with the lowest held-out loss.
+"""Retain the newest committed checkpoints and the one with the lowest held-out loss.
 
-The writer calls it after each commit; nothing else deletes a checkpoint.
+The writer calls it after each commit; no other code deletes a committed checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from finetune_trainer.failpoints import reach
 
 
 def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
-    """Return the one with the lowest held-out loss, the newest among equals; None without any."""
+    """Return the checkpoint with the lowest held-out loss, the newest of equals; None if none."""
     evaluated = [ref for ref in refs if ref.eval_loss is not None]
     return min(evaluated, key=lambda ref: (ref.eval_loss, -ref.step), default=None)
 
@@ -22,7 +22,7 @@ def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
 def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[], object]) -> None:
     """Delete every checkpoint in `root` that is neither among the newest `keep` nor the best.
 
-    `may_delete` is called before each and raises where this process must leave.
+    `may_delete` is called before each deletion and raises if this process must exit.
 
     Raises:
         OSError: a folder cannot be deleted.
@@ -36,5 +36,5 @@ def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[]
         if ref.path not in kept:
             may_delete()
             reach("retention", refs[0].step)
-            with suppress(CheckpointError):  # deleted before, though still listed
+            with suppress(CheckpointError):  # deleted before, but still in a stale listing
                 delete(Path(ref.path))

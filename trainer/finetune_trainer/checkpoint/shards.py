@@ -1,7 +1,7 @@
-"""Move tensors between memory and the files of one checkpoint; the only file that names DCP.
+"""Write tensors to the files of one checkpoint and read them back; the only user of DCP.
 
-The store calls it; it knows nothing of commits. `torch.distributed.checkpoint` (DCP) writes a
-replicated tensor once, by one of its ranks, and reads a sharded one on any world size.
+The store calls it; commits are not its part. `torch.distributed.checkpoint` (DCP) writes a
+replicated tensor once, on one of its ranks, and reads a sharded tensor on any world size.
 """
 
 import os
@@ -28,43 +28,44 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-LOSS_SCALE = "scaler"  # the section that only runs in fp16 have
+LOSS_SCALE = "scaler"  # a section that exists only in fp16 runs
 
 
 class Shards(Protocol):
-    """How a rank's part of a state comes into files and back."""
+    """Writes a rank's part of a state to files and reads it back."""
 
     def reserve(self, state: State) -> None:
-        """Make room for the first copy of `state`."""
+        """Allocate memory for the first copy of `state`."""
 
     def take(self, state: State) -> State:
-        """Return a copy that later changes of `state` do not reach."""
+        """Return a copy that later changes of `state` do not affect."""
 
     def write(
         self, state: State, folder: Path, group: "ProcessGroup | None", step: int
     ) -> list[str]:
-        """Write this rank's part into `folder`, and return the names of the files it has made."""
+        """Write this rank's part into `folder`, and return the names of the written files."""
 
     def read(self, state: State, folder: Path, group: "ProcessGroup | None") -> None:
-        """Read what lies in `folder` into `state`, in place."""
+        """Read the files in `folder` into `state`, in place."""
 
 
 class Snapshot:
-    """Copies a state to host memory, into buffers that it keeps for the next copy."""
+    """Copies a state to host memory, into buffers that the next copy reuses."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._reserving: threading.Thread | None = None
 
     def reserve(self, state: State) -> None:
-        """Make the buffers beside other work: a first copy into new memory takes ten times as long.
+        """Allocate the buffers in a thread: a copy into new memory takes ten times as long.
 
-        It may read tensors while they change, as nobody reads what it copied.
+        The thread copies the tensors while training may change them. That race is safe: this copy
+        only warms the buffers.
         """
         import torch
 
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        # Found here and now: dictionaries that grow meanwhile cannot be walked.
+        # Listed before the thread starts: a dictionary that grows cannot be iterated.
         tensors = list(_tensors_in(state))
 
         def copy() -> None:
@@ -77,9 +78,9 @@ class Snapshot:
         self._reserving.start()
 
     def take(self, state: State) -> State:
-        """Return a copy that later changes of `state` do not reach; syncs with the device.
+        """Return a copy that later changes of `state` do not affect; synchronises the device.
 
-        The copy made before is overwritten, so it must be on disk by now.
+        The previous copy is overwritten, so it must already be on disk.
         """
         import torch
 
@@ -105,13 +106,13 @@ class Snapshot:
             buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=True)
-        if isinstance(value, DTensor):  # from_local would move it back to the mesh's device
+        if isinstance(value, DTensor):  # from_local would move the buffer to the mesh's device
             return DTensor(buffer, value._spec, requires_grad=False)
         return buffer
 
 
 def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
-    """Yield the tensors of a state under the names that `Snapshot` keeps their buffers by."""
+    """Yield the tensors of a state with the names under which `Snapshot` stores their buffers."""
     import torch
 
     if isinstance(value, dict):
@@ -122,18 +123,18 @@ def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
 
 
 class TensorShards(Snapshot):
-    """The real ones: tensors, by DCP."""
+    """Writes and reads tensors with DCP."""
 
     def write(
         self, state: State, folder: Path, group: "ProcessGroup | None", step: int
     ) -> list[str]:
-        """Write as `write_shards` does; rank 0 has made DCP's own file, too."""
+        """Call `write_shards`; on rank 0 the names include DCP's own file."""
         names = write_shards(state, folder, group, step)
         is_first = group is None or group.rank() == 0
         return [*names, METADATA_FILE] if is_first else names
 
     def read(self, state: State, folder: Path, group: "ProcessGroup | None") -> None:
-        """Read as `read_shards` does."""
+        """Call `read_shards`."""
         read_shards(state, folder, group)
 
 
@@ -141,10 +142,10 @@ def write_shards(state: State, folder: Path, group: "ProcessGroup | None", step:
     """Write this rank's part of `state` into `folder`, synced to disk; a collective over `group`.
 
     Returns:
-        The names of the files this rank has written; METADATA_FILE, rank 0's, is not among them.
+        The names of the files that this rank wrote, without METADATA_FILE, which rank 0 writes.
 
     Raises:
-        RankError: a rank could not write; raised on all of them alike.
+        RankError: a rank could not write; raised on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -162,8 +163,8 @@ def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> Non
     """Read the checkpoint in `folder` into the tensors of `state`, in place, on every rank.
 
     Raises:
-        RankError: what is in the folder does not fit `state`; raised on all ranks alike.
-        ConfigError: a file in it holds other objects than tensors; raised on all ranks alike.
+        RankError: the checkpoint does not fit `state`; raised on every rank.
+        ConfigError: a file contains objects other than tensors; raised on every rank.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -180,7 +181,7 @@ def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> Non
         )
     except CheckpointException as error:
         refused = [why for why, _ in error.failures.values() if isinstance(why, UnpicklingError)]
-        if refused:  # by torch, which builds tensors alone
+        if refused:  # by torch, which unpickles only tensors
             raise ConfigError(
                 f"{folder} holds other objects than tensors, so nothing of it is loaded "
                 f"({describe(refused[0]).splitlines()[0]}); name another checkpoint in "
@@ -190,7 +191,7 @@ def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> Non
 
 
 def size_bytes(state: State) -> int:
-    """Return what `state` takes on disk: every tensor once, whole even where it is sharded."""
+    """Return the size of `state` on disk: every tensor once, and whole even if it is sharded."""
     import torch
 
     total, stack = 0, list(state.values())
@@ -212,7 +213,7 @@ def _writer(folder: Path, step: int) -> Any:
     from torch.futures import Future
 
     class Writer(FileSystemWriter):
-        """Says what was written, or why not, and can be killed between two ranks' shards."""
+        """Records the written files; a failpoint can kill it between the shards of two ranks."""
 
         names: frozenset[str] = frozenset()
 
@@ -231,7 +232,7 @@ def _writer(folder: Path, step: int) -> Any:
 
 
 def _without_rename() -> "FileSystem":
-    """Return torch's file system for layers that cannot rename; the manifest is the commit."""
+    """Return torch's file system for storage without rename; the manifest is the commit."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     class WithoutRename(FileSystem):
@@ -243,7 +244,7 @@ def _without_rename() -> "FileSystem":
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Find the OSError behind torch's writer, which reports a full disk as a wrong offset."""
+    """Find the OSError behind an error of torch, which reports a full disk as a wrong offset."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
@@ -251,7 +252,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reader(folder: Path, group: "ProcessGroup | None") -> Any:
-    """Return DCP's reader, with the record that it would unpickle itself."""
+    """Return DCP's reader with a metadata record that was unpickled safely."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -261,7 +262,7 @@ def _reader(folder: Path, group: "ProcessGroup | None") -> Any:
         try:
             read.append(read_metadata(folder))
         except ConfigError as error:
-            return error  # keeps its class, and with it the exit code, on every rank
+            return error  # the class, and thus the exit code, is the same on every rank
         return None
 
     if refusals := [one for one in on_every_rank(group, try_it) if one is not None]:
@@ -279,11 +280,11 @@ def _exact_planner() -> Any:
     from torch.distributed.checkpoint.planner import LoadPlan
 
     class ExactPlanner(DefaultLoadPlanner):
-        """Refuses a checkpoint that holds more than the state asks for.
+        """Refuses a checkpoint with values that the state lacks.
 
-        DCP reports only what is missing; an optimizer that was not initialised would silently
-        start from nothing. The loss scale alone may be on one side only: it finds its place anew
-        when a run goes on in fp16, or is of no use when it goes on in another precision.
+        DCP reports only values that the checkpoint lacks, so an uninitialised optimizer would
+        silently start from zero. Only the loss scale may be on one side alone: a run that resumes
+        in fp16 finds a new one, and a run that resumes in another precision needs none.
         """
 
         def set_up_planner(
@@ -292,7 +293,7 @@ def _exact_planner() -> Any:
             metadata: "Metadata | None" = None,
             is_coordinator: bool = False,
         ) -> None:
-            assert metadata is not None, "DCP has read it by now"
+            assert metadata is not None, "DCP has read it before"
             if not any(map(_is_loss_scale, metadata.state_dict_metadata)):
                 state_dict = {key: state_dict[key] for key in state_dict if key != LOSS_SCALE}
             super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -322,7 +323,7 @@ def _failures(error: "CheckpointException") -> str:
 
 def _expect_single_process(group: "ProcessGroup | None") -> None:
     if group is None:
-        # DCP warns that it works alone; that is what a run of one process asks for.
+        # DCP warns that no process group exists, which is right for a run of one process.
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning
         )

@@ -1,8 +1,8 @@
-"""Share the hashing of a checkpoint over the ranks, where rank 0 verifies one.
+"""Distribute the hashing of a checkpoint over the ranks while rank 0 verifies it.
 
-The store of every rank makes one for each piece of work of rank 0 that verifies: rank 0 leads, the
-others help until it is done. A rank only ever confirms that a file is right. Whatever nobody
-confirms rank 0 reads itself, so that it finds what is wrong, and says it, as it would alone.
+The store of every rank creates a `SharedHashes` for each verification: rank 0 leads, and the others
+help until rank 0 is finished. Helpers only confirm files that match the manifest. Rank 0 reads the
+unconfirmed files itself, so that it finds and reports the same damage as without helpers.
 """
 
 import heapq
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class _Asked(NamedTuple):
-    """What rank 0 asks the others to look at."""
+    """Files that rank 0 requests the others to hash."""
 
     folder: Path
     files: dict[str, FileDigest]
 
 
 class SharedHashes:
-    """One rank's part; its collectives are those of the checkpoint store."""
+    """One rank's part; its collectives run in the group of the checkpoint store."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class SharedHashes:
     ) -> None:
         """Prepare to hash.
 
-        A rank on another node helps only where it sees the same files as rank 0: `claim`, which
-        rank 0 names, is a file in a folder beside them, and nobody else ever has one like it.
+        A rank on another node helps only if it has access to the files of rank 0. The test is
+        `claim`, a file next to the checkpoints with a unique name, which rank 0 sends.
         """
         self._group, self._waiting = group, waiting
         self._rank, self._is_on_node_of_rank_0 = rank, rank < ranks_on_node
@@ -51,7 +51,7 @@ class SharedHashes:
         self._digest = digest
 
     def lead(self, work: Callable[[Confirm], T]) -> T:
-        """Do `work` on rank 0; what it is given has files confirmed by all ranks that can."""
+        """Run `work` on rank 0 with a `Confirm` that all ranks with access contribute to."""
         if self._group is None:
             return work(lambda folder, manifest: frozenset())
         try:
@@ -60,7 +60,7 @@ class SharedHashes:
             self._tell(None)
 
     def help(self) -> None:
-        """Hash what rank 0 asks for, until it asks for nothing more."""
+        """Hash the files that rank 0 requests, until rank 0 is finished."""
         while (asked := self._tell(None)) is not None:
             self._hash_together(asked)
 
@@ -75,7 +75,7 @@ class SharedHashes:
         return asked
 
     def _hash_together(self, asked: _Asked) -> frozenset[str]:
-        """Return the names of the files that some rank has found to be right."""
+        """Return the names of the files that a rank has confirmed."""
         able = on_every_rank(self._group, lambda: self._sees(asked.folder), self._waiting)
         ranks = [rank for rank, is_able in enumerate(able) if is_able]
         mine = _shares(asked.files, ranks).get(self._rank, ())
@@ -97,11 +97,11 @@ class SharedHashes:
         try:
             return path.stat().st_size == expected.size and self._digest(path) == expected
         except OSError:
-            return False  # rank 0 will read it, and say why it cannot
+            return False  # rank 0 reads the file and reports the reason
 
 
 def _shares(files: dict[str, FileDigest], ranks: list[int]) -> dict[int, list[str]]:
-    """Divide files over `ranks`: the largest first, each to whoever has least to read."""
+    """Distribute files over `ranks`: the largest first, each to the rank with the least to read."""
     load = [(0, rank) for rank in ranks]
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     for name in sorted(files, key=lambda one: (-files[one].size, one)):

@@ -1,4 +1,4 @@
-"""Whether the disk has room for the checkpoints that a run will keep; asked before it trains."""
+"""Check, before training starts, that the disk has room for the checkpoints of a run."""
 
 import math
 import shutil
@@ -11,7 +11,7 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def measure(root: Path) -> tuple[int, int]:
-    """Return the bytes that are free where `root` is, made if it is missing, and those it holds."""
+    """Return free bytes on the disk of `root`, created if missing, and bytes of its checkpoints."""
     root.mkdir(parents=True, exist_ok=True)
     found = commit.manifests(root)
     held = sum(digest.size for _, manifest in found for digest in manifest.files.values())
@@ -22,7 +22,8 @@ def refuse_small_disk(root: Path, *, size: int, keep: int, free: int, held: int)
     """Refuse a disk that cannot hold `keep` checkpoints of `size` bytes and the one being written.
 
     Raises:
-        ConfigError: says how much more must be free; what `root` holds already counts as room.
+        ConfigError: the disk is too small; the message states how many more bytes must be free.
+            Existing checkpoints in `root` count as room.
     """
     copies = keep + 1
     if free + held < size * copies:

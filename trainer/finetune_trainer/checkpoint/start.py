@@ -1,6 +1,6 @@
-"""Where training starts from: which checkpoint `resumeFrom` means, and a folder made ready for it.
+"""Resolve `resumeFrom` to a checkpoint, and prepare the folder for new checkpoints.
 
-The store calls it on rank 0 before the first step; nothing is written into the folder earlier.
+The store calls it on rank 0 before the first step, and before any other write to the folder.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from finetune_trainer.errors import CheckpointError, ConfigError
 
 
 class Start(NamedTuple):
-    """What to start from, and what the ledger of the folder says."""
+    """The starting point, and the last and best checkpoints in the ledger."""
 
     course: Course
     source: tuple[Path, Manifest] | None
@@ -34,15 +34,23 @@ def prepare_start(
     warn: Callable[[str], None],
     confirm: Confirm,
 ) -> Start:
-    """Choose the checkpoint to start from and clear the way for those that will follow it.
+    """Choose the starting checkpoint, and prepare the folder for the next ones.
 
-    `confirm` says which files need not be read here. Leftovers of a killed process are deleted.
-    Checkpoints beyond the chosen step stay, and count no more: that is written down.
+    Leftovers of a killed process are deleted. Checkpoints of later steps stay and are ignored from
+    now on; the new lineage is recorded in the folder.
+
+    Args:
+        root: The folder of all checkpoints.
+        config: Names the checkpoint to resume from.
+        fingerprint: Of this training; the checkpoint must have the same one.
+        fence: Proves that this process owns `root`.
+        warn: Receives a sentence for each anomaly that does not prevent the start.
+        confirm: Returns files that need not be read here.
 
     Raises:
-        ConfigError: the folder holds checkpoints of another job, the one to start from was
-            written with another model, method, data set or order, or it is not there.
-        CheckpointError: the folder that was named is damaged.
+        ConfigError: the folder contains checkpoints of another job, or the checkpoint to start
+            from is missing or was written with another model, method, data set or order.
+        CheckpointError: the named checkpoint is damaged.
     """
     wanted, claim, _ = fence.holding(root)
     _refuse_another_job(root, wanted)
@@ -65,9 +73,9 @@ def prepare_start(
 
 
 def recorded(config: CheckpointConfig, job: JobRef) -> Fingerprint | None:
-    """Return what the checkpoint that `job` will go on from was made of; None without any.
+    """Return the fingerprint of the checkpoint that `job` will resume from; None without any.
 
-    Its files are not read, so that it is known before anything is loaded.
+    Only manifests are read, so the caller can use the fingerprint before it loads the model.
     """
     found = []
     if config.resume_from == "auto" or config.is_continued:
@@ -76,7 +84,7 @@ def recorded(config: CheckpointConfig, job: JobRef) -> Fingerprint | None:
         found = [one for one in there if writer in (None, one[1].job.identity)][:1]
     if config.resume_from not in ("auto", "none"):
         folder = Path(config.resume_from).absolute()
-        with suppress(CheckpointError):  # `prepare_start` will say it
+        with suppress(CheckpointError):  # `prepare_start` will raise it
             found.append((folder, commit.read_manifest(folder)))
     newest = max(found, key=lambda one: one[1].step, default=None)
     return newest[1].fingerprint if newest else None
@@ -88,10 +96,10 @@ def job_of_checkpoints(root: Path) -> JobRef | None:
 
 
 def _refuse_another_job(root: Path, wanted: Wanted) -> None:
-    """Refuse a folder in which another job keeps its checkpoints, whatever `resumeFrom` says.
+    """Refuse a folder with checkpoints of another job, regardless of `resumeFrom`.
 
-    Gone on from by chance they would make this job finish with the other's weights, and deleted by
-    retention they would be lost to their owner.
+    Resuming from them would train the other job's weights, and this job's retention would delete
+    them.
     """
     for folder, manifest in commit.manifests(root):
         owner, job = manifest.job, wanted.job
@@ -108,7 +116,7 @@ def _refuse_another_job(root: Path, wanted: Wanted) -> None:
 def _refuse_foreign(
     folder: Path, manifest: Manifest, wanted: Wanted, config: CheckpointConfig
 ) -> None:
-    """Refuse to load what another job has written, unless somebody who may has said so."""
+    """Refuse a checkpoint of another job, unless the job takes over or foreign ones are allowed."""
     owner = manifest.job
     if wanted.may_follow(owner) or config.allow_foreign:
         return
@@ -152,10 +160,10 @@ def _choose(
     warn: Callable[[str], None],
     confirm: Confirm,
 ) -> tuple[Path, Manifest] | None:
-    """Return the named checkpoint, or the newest of the job's own where that is further on.
+    """Return the named checkpoint, or the newest of the job's own checkpoints if it is later.
 
-    A later start must not fall back to where the job once began: neither to the folder that
-    `resumeFrom` names, nor, with `none`, to step 0.
+    A later attempt must not return to the starting point of the first: neither to the folder that
+    `resumeFrom` names, nor to step 0 if it is `none`.
     """
     own = named = None
     if config.resume_from == "auto" or config.is_continued:
@@ -174,5 +182,5 @@ def _choose(
 
 
 def _writer(config: CheckpointConfig, job: JobRef) -> str | None:
-    """Return whose checkpoints alone count: with `none` not those of a job that is taken over."""
+    """Return the only writer to resume from; `none` excludes the job that is taken over."""
     return job.identity if config.resume_from == "none" else None

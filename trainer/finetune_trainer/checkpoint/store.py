@@ -1,9 +1,10 @@
-"""Save without stopping, commit only what is whole, restore only what verifies.
+"""Save checkpoints asynchronously and restore verified ones.
 
-The loop owns one `CheckpointStore` a rank and calls the same methods at the same steps on every
-rank. A save copies the state and returns; a thread writes a folder named by step and claim, and
-when every rank's part is on disk rank 0 adds the manifest, which commits it. The thread is the only
-user of the process group, which must be none of those that training uses: collectives would mix.
+The loop owns one `CheckpointStore` per rank and calls the same methods at the same steps on every
+rank. A save copies the state and returns. A thread writes a folder named by step and claim, and
+when every rank's part is on disk, rank 0 adds the manifest, which commits the checkpoint. The
+thread needs a process group of its own: its collectives would otherwise interleave with those of
+training.
 """
 
 import json
@@ -49,13 +50,14 @@ TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the othe
 
 
 class CheckpointStore:
-    """The checkpoints of one run, as one rank sees them.
+    """One rank's view of the checkpoints of a run.
 
     Attributes:
-        is_enabled: Whether `checkpoint.enabled` lets any be made; one to start from is read anyhow.
+        is_enabled: Whether `checkpoint.enabled` allows saves; a checkpoint to start from is read in
+            either case.
         last: The newest checkpoint that is known to be committed; the same on every rank.
         best: The committed checkpoint with the lowest held-out loss, if any was evaluated.
-        cadence: When a save is due by the count of steps, and what the newest one took.
+        cadence: Decides when a save is due, and has the duration of the newest one.
     """
 
     def __init__(
@@ -75,15 +77,22 @@ class CheckpointStore:
         costs: CheckpointCosts | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        """Open the store; nothing is read or written before `restore`.
+        """Open the store; the first access to the disk is `restore`.
 
-        `group` is a gloo group of its own over all ranks, or None for one process. Checkpoints of
-        another `job` or `fingerprint` are refused on restore. `fence` is rank 0's, which has the
-        folder; None on the others. `warn` receives a sentence on rank 0
-        for each thing that went wrong and was survived; `clock` is in seconds since the epoch.
-        `shards` puts states into files: by DCP if None. So many
-        `ranks_on_node` share the host's memory. `costs` is told what everything took.
-        In `waiting` the ranks wait for each other; only within the time of `group` if None.
+        Args:
+            config: Where and how often to save, and what to resume from.
+            rank: Of this process.
+            world_size: Number of ranks.
+            group: A gloo group over all ranks for this store alone; None for one process.
+            job: Checkpoints of another job are refused on restore.
+            fingerprint: Checkpoints with another fingerprint are refused on restore.
+            fence: Proves on rank 0 that this process owns the folder; None on other ranks.
+            warn: Receives, on rank 0, a sentence for each problem that does not end training.
+            clock: Seconds since the epoch.
+            shards: Writes states to files and reads them; DCP if None.
+            ranks_on_node: Number of ranks that share the host's memory.
+            costs: Records durations and sizes.
+            waiting: Lets ranks wait for each other longer than the timeout of `group`.
         """
         self.is_enabled = config.enabled
         self.last: CheckpointRef | None = None
@@ -115,33 +124,36 @@ class CheckpointStore:
         self._costs = costs or CheckpointCosts(Block.private())
         self._blocked_seconds = 0.0  # of the save in flight
         self._in_flight: tuple[int, Future[Written]] | None = None
-        self._failure: str | None = None  # of the newest save, as long as none came after it
+        self._failure: str | None = None  # of the newest save, until the next one starts
         self._unreported: CheckpointRef | None = None
 
     def wants_save(self, step: int, now: float) -> bool:
-        """Whether the interval between saves has passed; true once, then the count starts anew.
+        """Whether the interval between saves has passed; if so, a new interval starts.
 
-        Only rank 0 ever says so, and not at a step that is saved anyway: the others learn it from
-        the agreement at the step boundary, as clocks differ. `now` is in seconds of any clock.
+        Clocks differ between ranks, so this is true only on rank 0; the others learn it from the
+        agreement at the step boundary. It is false at steps that are saved by `everySteps`. `now`
+        is in seconds of any clock.
         """
         if self._rank != 0 or not self.is_enabled or self.cadence.is_due(step):
             return False
         return self.cadence.is_over(now)
 
     def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
-        """Start a save of `state` as it is now, and return the seconds the caller was blocked.
+        """Start a save of the current `state`, and return the seconds the caller was blocked.
 
         `state` may change as soon as this returns. A save in flight is finished first. A step
-        that is committed or in flight already is not saved again. A save that fails is reported
-        to `warn`, leaves the checkpoints before it alone, and never ends training. None is made
-        where checkpoints are off.
+        that is committed or in flight is not saved again. A failed save is reported to `warn`,
+        leaves earlier checkpoints intact and never ends training. If checkpoints are disabled, this
+        does nothing.
 
-        `state` has sections of named tensors and plain values; that of `trainer` holds JSON alone.
-        `eval_loss` is the held-out loss of this state, if it was evaluated.
+        Args:
+            step: Optimizer steps in `state`.
+            state: Sections of named tensors and plain values; section `trainer` is JSON.
+            eval_loss: Held-out loss of this state, if it was evaluated.
 
         Raises:
-            OvertakenError: the save before found a higher claim; raised on every rank, as by `poll`
-                and `wait`.
+            OvertakenError: the previous save found a higher claim; raised on every rank. `poll` and
+                `wait` raise it, too.
         """
         started = time.perf_counter()
         if not self.is_enabled:
@@ -176,7 +188,7 @@ class CheckpointStore:
         """Return the checkpoint committed since the last `poll` or `wait`, if any; never blocks.
 
         Ranks learn of the same commit at slightly different times, so no collective may depend
-        on the answer.
+        on the result.
         """
         if self._in_flight is not None and self._in_flight[1].done():
             self._finish()
@@ -184,9 +196,9 @@ class CheckpointStore:
         return ref
 
     def wait(self) -> CheckpointRef | None:
-        """Block until nothing is in flight, and return the newest committed one, if there is any.
+        """Block until no save is in flight, and return the newest committed checkpoint, if any.
 
-        It is the one a restart will begin with, also when `poll` has reported it before.
+        A restart resumes from that checkpoint. It is returned even if `poll` has reported it.
 
         Raises:
             CheckpointError: the newest save has failed, now or in an earlier `poll`.
@@ -200,17 +212,17 @@ class CheckpointStore:
     def restore(self, state: State) -> Manifest | None:
         """Load the checkpoint that `checkpoint.resumeFrom` names into `state`, in place.
 
-        Call it once, before the first save, also when nothing is to be restored: it clears what
-        a killed attempt left behind, and writes down from where training goes on. Every rank takes
-        the checkpoint that rank 0 has verified.
+        Must be called once, before the first save, even if there is no checkpoint: it deletes
+        leftovers of a killed attempt and records the starting point. Every rank loads the
+        checkpoint that rank 0 has verified.
 
         Returns:
-            Its manifest, or None when training starts at step 0.
+            The manifest, or None if training starts at step 0.
 
         Raises:
-            ConfigError: the folder holds checkpoints of another job, the one to start from does
-                not belong to this training, or it is not there.
-            CheckpointError: the folder that was named is damaged, or does not fit `state`.
+            ConfigError: the folder contains checkpoints of another job, or the checkpoint to start
+                from is missing or belongs to another training.
+            CheckpointError: the named checkpoint is damaged, or does not fit `state`.
             OvertakenError: there is a higher claim on the folder.
         """
         self._course, source, self.last, self.best = self._agree_on_start()
@@ -227,7 +239,7 @@ class CheckpointStore:
         """Read the committed checkpoint in `folder` into `state`, in place, on every rank.
 
         Raises:
-            CheckpointError: it does not fit `state`.
+            CheckpointError: the checkpoint does not fit `state`.
         """
         try:
             began = time.perf_counter()
@@ -244,7 +256,8 @@ class CheckpointStore:
     def load_best(self, state: State) -> CheckpointRef | None:
         """Load the checkpoint with the lowest held-out loss into `state`, in place.
 
-        None, and a warning, when it does not verify; None as well when none was evaluated.
+        Returns:
+            The checkpoint. None if none was evaluated, or, with a warning, if it is damaged.
         """
         best = self.best
         if best is None:
@@ -261,12 +274,12 @@ class CheckpointStore:
         return best
 
     def check_space(self, state: State) -> None:
-        """Refuse to start when disk or host memory cannot hold what `state` will need.
+        """Refuse to start if disk or host memory is too small for checkpoints of `state`.
 
         Raises:
-            ConfigError: there is less room than `checkpoint.keep` checkpoints and the one being
-                written take; checkpoints that are there already count as room. Or the copy of this
-                node's ranks in pinned memory is larger than what is free there.
+            ConfigError: the disk has less room than `checkpoint.keep` checkpoints and the one being
+                written need; existing checkpoints count as room. Or the copies of this node's
+                ranks in pinned memory are larger than the free host memory.
         """
         if not self.is_enabled:
             return
@@ -278,7 +291,7 @@ class CheckpointStore:
         refuse_small_disk(self._root, size=size, keep=keep, free=free, held=held)
 
     def _agree_on_start(self) -> Start:
-        """Let rank 0 choose and prepare the folder; all ranks return or raise alike."""
+        """Choose the start and prepare the folder on rank 0; return or raise alike on all ranks."""
         hashes = self._hashes()
 
         def choose(confirm: commit.Confirm) -> Start:
@@ -312,11 +325,11 @@ class CheckpointStore:
         def run() -> None:
             try:
                 future.set_result(write())
-            except Exception as error:  # for the caller that asks for the result
+            except Exception as error:  # raised again by the caller that reads the result
                 future.set_exception(error)
 
-        # A daemon: after the death of a peer it may wait in a collective for minutes, and the
-        # process must be able to leave meanwhile.
+        # A daemon thread: if a peer dies it may block in a collective for minutes, and the process
+        # must still be able to exit.
         threading.Thread(target=run, name="save", daemon=True).start()
         return future
 
@@ -344,7 +357,7 @@ class CheckpointStore:
         before = f"step {self.last.step}" if self.last else "none"
         reason = str(error) if isinstance(error, RankError) else describe(error)
         advice = f"; make room in {self._root} or lower spec.checkpoint.keep"
-        if isinstance(error, RuntimeError):  # a rank was lost, which says enough by itself
+        if isinstance(error, RuntimeError):  # a lost rank; more room would not help
             advice = ""
         return (
             f"the checkpoint of step {step} was not written ({reason}); the last committed one "
@@ -361,4 +374,4 @@ def _tensors_of(state: State) -> State:
 
 
 def _say_nothing(_: str) -> None:
-    """Say nothing: ranks other than 0 see the same, and rank 0 reports it."""
+    """Drop the warning: rank 0 reports it for all ranks."""

@@ -1,9 +1,9 @@
-"""Read DCP's record of where each tensor lies: a pickle, of which only an allow-list is built.
+"""Unpickle DCP's record of tensor locations with an allow-list of classes.
 
-`shards` calls it before anything else of a checkpoint is read. A pickle may name any function of
-any module and have it called; a folder may come from anybody who may write to a shared volume, and
-hashes in a manifest say that files belong together and not whose they are. What is not named below
-is refused, before it is even imported.
+`shards` calls it before it reads any other file of a checkpoint. A pickle may call any function of
+any module. A folder may come from any user with write access to a shared volume, and the hashes in
+a manifest show that files belong together, but not who wrote them. Any name that is not in the
+list below is refused before its module is imported.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from finetune_trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-METADATA_FILE = ".metadata"  # which tensor lies where; DCP's name
+METADATA_FILE = ".metadata"  # locations of the tensors; DCP's name
 
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -30,9 +30,9 @@ _ALLOWED = {
     (f"{_DCP}metadata", "TensorStorageMetadata"),
     (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"),
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # returns one of torch's layouts by its name
+    ("torch.serialization", "_get_layout"),  # returns a layout of torch by its name
 }
-# Where the checkpoint was written; the name of the module differs by Python's version.
+# The folder that the checkpoint was written to; the module depends on the version of Python.
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
@@ -40,9 +40,9 @@ def read_metadata(folder: Path) -> "Metadata":
     """Return DCP's record of the checkpoint in `folder`.
 
     Raises:
-        ConfigError: it names something that a record of ours never does, holds values other than
-            tensors, or a file outside the folder; nothing of it has been called.
-        OSError: it cannot be opened.
+        ConfigError: the record uses a name that is not allowed, has values other than tensors, or
+            refers to a file outside the folder; none of its code was called.
+        OSError: the file cannot be opened.
     """
     path = folder / METADATA_FILE
     before = _state_of_classes()
@@ -51,7 +51,7 @@ def read_metadata(folder: Path) -> "Metadata":
             found = _Unpickler(stream, path).load()
         except (ConfigError, OSError):
             raise
-        except Exception as error:  # a pickle that is none fails in any way
+        except Exception as error:  # an invalid pickle can raise any error
             _refuse(path, f"cannot be read ({type(error).__name__}: {error})")
     if _state_of_classes() != before:
         _refuse(path, "changes the classes that it is made of")
@@ -66,13 +66,13 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the pickle names, if it is one of the few things a record is made of."""
+        """Return the named object if the allow-list contains it."""
         import torch
 
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if (module, name) in _PATHS:
-            return lambda *parts: "/".join(parts)  # nobody asks for more
+            return lambda *parts: "/".join(parts)  # the path itself is not used
         if (module, name) == ("builtins", "getattr"):
             return lambda kind, member: self._member(kind, member)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -80,18 +80,18 @@ class _Unpickler(pickle.Unpickler):
         _refuse(self._path, f"names {module}.{name}, which no checkpoint of ours does")
 
     def _member(self, kind: Any, name: Any) -> Any:
-        """Return a member of an enumeration: Python 3.11.0 to 3.11.3 ask getattr for it."""
+        """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as a getattr."""
         if isinstance(kind, EnumMeta) and name in kind.__members__:
             return kind[name]
         _refuse(self._path, "asks for an attribute, which no checkpoint of ours does")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        """Refuse what lies outside the pickle."""
+        """Refuse an object that is stored outside the pickle."""
         _refuse(self._path, "names something outside itself")
 
 
 def _state_of_classes() -> list[tuple[str, int]]:
-    """Return which attribute of each allowed class is which object: a pickle can set them."""
+    """Return the identity of each attribute of the allowed classes: a pickle can set attributes."""
     things: list[Any] = [getattr(import_module(module), name) for module, name in sorted(_ALLOWED)]
     for thing in [*things]:
         things += thing if isinstance(thing, EnumMeta) else ()

@@ -1,7 +1,7 @@
-"""Write one checkpoint: its files, their hashes, and the manifest that commits it.
+"""Write one checkpoint: the files, their hashes, and the manifest that commits them.
 
-The store calls it in the saving thread of every rank. Nothing counts before the manifest is there,
-so whatever goes wrong earlier leaves the checkpoints that were made before.
+The store calls it in the saving thread of every rank. The manifest commits the checkpoint, so an
+earlier failure leaves the previous checkpoints in force.
 """
 
 import shutil
@@ -30,7 +30,7 @@ TRAINER_FILE = "trainer.json"
 
 
 class Written(NamedTuple):
-    """A committed checkpoint, how long it took, and what went wrong after its commit."""
+    """A committed checkpoint, its duration and size, and a warning about a later failure."""
 
     ref: CheckpointRef
     seconds: float
@@ -39,7 +39,7 @@ class Written(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run, as one rank sees them."""
+    """Writes one rank's part of the checkpoints of a run."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CheckpointWriter:
         waiting: Waiting | None,
         fence: Fence | None,
     ) -> None:
-        """Take the arguments of the `CheckpointStore`; `root` is the folder of all checkpoints."""
+        """Take the arguments of `CheckpointStore`; `root` is the folder of all checkpoints."""
         self._root = root
         self._keep = keep
         self._shards = shards
@@ -72,9 +72,12 @@ class CheckpointWriter:
     ) -> Written:
         """Write, hash and commit one checkpoint; a collective that waits for every rank's disk.
 
-        `draft` is its manifest without files, `copy` the tensors and `trainer` the text of
-        `TRAINER_FILE`. `course` says which older checkpoints are of this run's past. `started` is
-        in seconds of `time.perf_counter`.
+        Args:
+            draft: The manifest without files.
+            copy: The tensors.
+            trainer: The text of `TRAINER_FILE`.
+            course: The lineage of this attempt, for retention.
+            started: Start of the save, in seconds of `time.perf_counter`.
 
         Raises:
             RankError: at least one rank could not do its part.
@@ -96,7 +99,7 @@ class CheckpointWriter:
         except (RankError, OSError, RuntimeError) as error:  # RuntimeError: gloo lost a rank
             if self._rank == 0 and not commit.is_committed(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
-            if isinstance(error, RankError):  # it may be a higher claim that deleted the folder
+            if isinstance(error, RankError):  # the owner of a higher claim may have deleted it
                 self._on_rank_0(self._look_out)
             raise
         seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
@@ -107,7 +110,7 @@ class CheckpointWriter:
         return make_anew(commit.step_folder(self._root, step, claim))
 
     def _checked(self) -> Fence:
-        """Return the fence of rank 0 once it has found that its claims hold."""
+        """Return the fence of rank 0 after a check that its claims still hold."""
         assert self._fence is not None, "rank 0 has it"
         self._fence.check()
         return self._fence
@@ -116,7 +119,7 @@ class CheckpointWriter:
         self._checked()
 
     def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
-        """Hash the files of `folder`, each by the rank that wrote it; `names` are this rank's."""
+        """Hash the files of `folder`, each on the rank that wrote it; `names` are this rank's."""
         parts = on_every_rank(
             self._group,
             lambda: {name: commit.digest_file(folder / name) for name in names},
@@ -125,7 +128,7 @@ class CheckpointWriter:
         return dict(sorted(item for part in parts for item in part.items()))
 
     def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
-        """Write the manifest; it counts if nobody has claimed the folder until it was there."""
+        """Write the manifest; the commit is valid if no other process had claimed the folder."""
         self._checked()
         reach("before-commit", manifest.step)
         commit.write_manifest(folder, manifest)
@@ -134,7 +137,7 @@ class CheckpointWriter:
         return commit.reference(folder, manifest)
 
     def _retire(self, course: commit.Course | None) -> str | None:
-        """Delete what need not stay, on rank 0; return a sentence when that is impossible."""
+        """Delete surplus checkpoints on rank 0; return a warning if that is impossible."""
         if self._rank == 0:
             try:
                 retire(self._root, self._keep, course, self._checked)
