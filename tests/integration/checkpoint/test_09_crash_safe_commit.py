@@ -109,7 +109,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DAMAGES = [
-    (truncate, "bytes instead of|not a manifest", "truncated"),
+    (truncate, "bytes instead of|not a valid manifest", "truncated"),
     (Path.unlink, "is missing", "deleted"),
     (flip_a_bit, "is damaged", "one bit flipped"),
 ]
@@ -146,7 +146,7 @@ def test_a_damaged_file_makes_restore_take_the_checkpoint_before(
     assert manifest.step == 1
     assert tensors_differ(state, make_state(1)) == []
     assert warnings[0] == (
-        f"checkpoint {folder.name} is passed over: {caught.value}; trying the one before"
+        f"checkpoint {folder.name} is skipped: {caught.value}; trying the previous one"
     )
 
 

@@ -69,7 +69,7 @@ def load_what_is_refused(group: "ProcessGroup", root: Path) -> None:
     store = open_store(root, rank=int(os.environ["RANK"]), world_size=2, group=group)
     for folder, says in (
         ("record", r"names builtins\.print, which"),
-        ("shard", "holds other objects than tensors"),
+        ("shard", "contains objects other than tensors"),
     ):
         with pytest.raises(ConfigError, match=says):
             store.load(root.parent / folder, make_state(0))

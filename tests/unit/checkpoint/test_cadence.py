@@ -22,9 +22,9 @@ def saves(made: Cadence, seconds: int, *, cost: float) -> list[int]:
     """Return when saves begin if one may begin every second and each takes `cost`."""
     begun = []
     for now in range(seconds):
-        if made.is_over(float(now)):
+        if made.is_elapsed(float(now)):
             made.restart()
-            made.is_over(float(now))
+            made.is_elapsed(float(now))
             made.save_seconds = cost
             begun.append(now)
     return begun

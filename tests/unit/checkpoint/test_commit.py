@@ -8,7 +8,7 @@ from finetune_trainer.checkpoint.commit import (
     MANIFEST,
     FileDigest,
     Manifest,
-    begin_course,
+    begin_lineage,
     digest_file,
     ledger,
     newest_verified,
@@ -92,25 +92,25 @@ def test_leftovers_of_lower_claims_are_removed_and_nothing_else(tmp_path: Path) 
 
 def test_what_lies_beyond_a_start_stays_and_counts_no_more(tmp_path: Path) -> None:
     first, second = (claim_on(tmp_path, f"0-{attempt}-1-aa") for attempt in (1, 2))
-    begin_course(tmp_path, first, 0)
+    begin_lineage(tmp_path, first, 0)
     for step in (1, 2, 3):
         committed(tmp_path, step, tag=first.tag)
 
-    course, beyond = begin_course(tmp_path, second, 1)
-    assert beyond == [f"step-{step}.{first.tag}" for step in (3, 2)]
+    lineage, later = begin_lineage(tmp_path, second, 1)
+    assert later == [f"step-{step}.{first.tag}" for step in (3, 2)]
     committed(tmp_path, 2, tag=second.tag)
     committed(tmp_path, 4, tag=first.tag)  # a writer that was overtaken before it had committed
 
     own = [str(tmp_path / f"step-2.{second.tag}"), str(tmp_path / f"step-1.{first.tag}")]
     assert [ref.path for ref in ledger(tmp_path)] == own
-    assert [ref.path for ref in ledger(tmp_path, course)] == own
-    retire(tmp_path, 1, course, lambda: None)
+    assert [ref.path for ref in ledger(tmp_path, lineage)] == own
+    retire(tmp_path, 1, lineage, lambda: None)
     assert steps_in(tmp_path) == ["step-2", "step-2", "step-3", "step-4"], "nobody's to delete"
 
 
 def test_a_start_that_was_killed_while_it_was_written_changes_nothing(tmp_path: Path) -> None:
     first = claim_on(tmp_path, "0-1-1-aa")
-    begin_course(tmp_path, first, 0)
+    begin_lineage(tmp_path, first, 0)
     committed(tmp_path, 5, tag=first.tag)
     (tmp_path / CLAIMS / f"0-2-1-aa.start.{JOB.uid}").write_text('{"kept": [')
     assert [ref.step for ref in ledger(tmp_path)] == [5]

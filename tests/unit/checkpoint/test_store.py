@@ -271,7 +271,7 @@ def test_a_failure_that_poll_has_seen_is_still_told_by_wait(tmp_path: Path) -> N
         ),
         pytest.param(
             lambda state: state["optimizer"].clear(),
-            "2 values that this run has no place for, first optimizer.layers.0.weight.exp_avg",
+            "2 values that this run lacks, first optimizer.layers.0.weight.exp_avg",
             id="an optimizer without state",
         ),
         pytest.param(
@@ -339,8 +339,8 @@ def test_a_checkpoint_of_another_training_is_refused_with_what_differs(
     with pytest.raises(ConfigError) as caught:
         open_store(root, fingerprint=other).restore(make_state(0))
     assert str(caught.value) == (
-        f"{step_path(root, 1)} was written by this job with another {named}; set that back, set "
-        "another spec.checkpoint.uri, or start anew with ftctl run --fresh"
+        f"{step_path(root, 1)} was written by this job with another {named}; restore that setting, "
+        "set another spec.checkpoint.uri, or start from step 0 with ftctl run --fresh"
     )
     assert [ref.step for ref in ledger(root)] == [1]
 
@@ -363,7 +363,7 @@ def test_checkpoints_of_another_job_that_were_put_there_are_refused(tmp_path: Pa
         store.restore(make_state(0))
     own = tmp_path / "own"
     assert str(caught.value) == (
-        f"spec.checkpoint.uri {own} holds step-2 of the job default/other (uid uid-2), not of "
+        f"spec.checkpoint.uri {own} contains step-2 of the job default/other (uid uid-2), not of "
         "this one (uid uid-1); set another spec.checkpoint.uri, and to start from that "
         f"checkpoint on purpose also spec.checkpoint.resumeFrom file://{own}/step-2 and "
         "spec.checkpoint.allowForeign true"
@@ -377,7 +377,7 @@ def test_a_checkpoint_that_is_pruned_while_another_job_reads_it_is_said_so(tmp_p
     store = open_store(tmp_path / "own", resume_from=str(path), allow_foreign=True)
     (path / "manifest.json").unlink()  # it goes first, when a checkpoint is deleted
     (path / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"step-2.* was deleted while it was read"):
+    with pytest.raises(CheckpointError, match=r"step-2.* was deleted during the read"):
         store.load(path, make_state(0))
     with pytest.raises(CheckpointError, match=r"step-2.* has no manifest.json"):
         store.restore(make_state(0))
@@ -391,9 +391,9 @@ def test_a_checkpoint_of_another_job_is_loaded_only_where_that_is_allowed(tmp_pa
         open_store(tmp_path / "own", job=OTHER, resume_from=resume_from).restore(state)
     assert str(caught.value) == (
         f"spec.checkpoint.resumeFrom {resume_from} was written by the job default/tiny (uid "
-        "uid-1), not by this one (uid uid-2); to load it all the same set "
-        "spec.checkpoint.allowForeign true on this machine, and in a cluster have the profile's "
-        "allow.foreignCheckpoints set"
+        "uid-1), not by this one (uid uid-2); to load it anyway, set "
+        "spec.checkpoint.allowForeign true on this machine; in a cluster, an administrator sets "
+        "the profile's allow.foreignCheckpoints"
     )
     assert tensors_differ(state, make_state(0)) == []
 

@@ -67,7 +67,7 @@ def on_rank_0(
         RankError: `work` or `beside` raised another error.
     """
 
-    def try_it() -> T | TrainerError | None:
+    def attempt() -> T | TrainerError | None:
         if rank != 0:
             beside()
             return None
@@ -76,7 +76,7 @@ def on_rank_0(
         except TrainerError as error:
             return error
 
-    result = on_every_rank(group, try_it, waiting)[0]
+    result = on_every_rank(group, attempt, waiting)[0]
     if isinstance(result, TrainerError):
         raise result
     return cast(T, result)

@@ -36,7 +36,7 @@ class Cadence:
         every = self._config.every_steps
         return every is not None and step > 0 and step % every == 0
 
-    def is_over(self, now: float) -> bool:
+    def is_elapsed(self, now: float) -> bool:
         """Whether the interval has passed; if so, a new interval starts.
 
         `now` is in seconds of any clock.
@@ -46,10 +46,10 @@ class Cadence:
             return False
         if self._counted_from is None:
             self._counted_from = now
-        is_over = now - self._counted_from >= interval
-        if is_over:
+        is_elapsed = now - self._counted_from >= interval
+        if is_elapsed:
             self._counted_from = now
-        return is_over
+        return is_elapsed
 
     def restart(self) -> None:
         """Start the next interval at the next check: a save begins now."""

@@ -40,14 +40,12 @@ class Fingerprint(ContractModel):
     data: str = Field(description="Identifies all tokens and labels.")
     order: str = Field(description="Identifies which of the data each step trains on.")
     weights: str = Field(
-        "", description="Identifies the base weights by content; empty where it is not known."
+        "", description="Identifies the base weights by content; empty if unknown."
     )
-    optimizer: str = Field("adamw", description="Decides what is kept of the optimizer.")
+    optimizer: str = Field("adamw", description="Determines which optimizer state is saved.")
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_known(
-        self, handler: SerializerFunctionWrapHandler
-    ) -> dict[str, object]:
+    def _omit_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Omit unset fields of newer versions: the manifest's hash covers this text."""
         values: dict[str, object] = handler(self)
         fields = type(self).model_fields
@@ -84,9 +82,9 @@ class Manifest(ContractModel):
     """The commit record of one checkpoint, written last."""
 
     job: JobRef = Field(description="The job and the attempt that wrote it.")
-    step: int = Field(description="Optimizer steps that are in it.")
-    world_size: int = Field(description="Ranks that wrote it.")
-    time: float = Field(description="When it was written, seconds since the epoch.")
+    step: int = Field(description="Number of optimizer steps.")
+    world_size: int = Field(description="Number of ranks that wrote it.")
+    time: float = Field(description="Time of the save, seconds since the epoch.")
     fingerprint: Fingerprint
     eval_loss: float | None = None
     files: dict[str, FileDigest] = Field(description="By path relative to the folder.")
@@ -111,26 +109,26 @@ class StartRecord(ContractModel):
     kept: tuple[str, ...] = Field(description="Names of the checkpoints up to the start.")
 
 
-_OF_NOBODY = (0, 0, 0, "")
+_NO_OWNER = (0, 0, 0, "")
 
 
 class StepFolder(NamedTuple):
-    """A folder whose name is that of a checkpoint, committed or not."""
+    """A folder that is named like a checkpoint, committed or not."""
 
     step: int
     owner: tuple[int, int, int, str]  # epoch, attempt, generation and nonce of its writer's claim
     path: Path
 
-    def is_of(self, claim: Claim) -> bool:
+    def is_written_by(self, claim: Claim) -> bool:
         """Whether the process with `claim` wrote this folder."""
         return self.owner == claim[:4]
 
-    def is_above(self, claim: Claim) -> bool:
+    def is_written_after(self, claim: Claim) -> bool:
         """Whether a process with a higher claim wrote this folder."""
         return self.owner > claim[:4]
 
 
-class Course(NamedTuple):
+class Lineage(NamedTuple):
     """The checkpoints that the current attempt descends from or has written.
 
     Others were committed after its starting point, or too late for it to see them. They are ignored
@@ -142,7 +140,7 @@ class Course(NamedTuple):
 
     def includes(self, folder: StepFolder) -> bool:
         """Whether a folder belongs to the lineage."""
-        is_later = folder.is_of(self.claim) or folder.is_above(self.claim)
+        is_later = folder.is_written_by(self.claim) or folder.is_written_after(self.claim)
         return is_later or folder.path.name in self.kept
 
 
@@ -190,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise CheckpointError(f"{path} is damaged: it is not a manifest") from error
+        raise CheckpointError(f"{path} is damaged: it is not a valid manifest") from error
     if not manifest.is_intact():
         raise CheckpointError(f"{path} is damaged: its content does not match its own hash")
     return manifest
@@ -252,7 +250,7 @@ def refuse_deleted(folder: Path) -> None:
     """
     if not (folder / MANIFEST).exists():
         raise CheckpointError(
-            f"{folder} was deleted while it was read: the job that wrote it keeps only its newest "
+            f"{folder} was deleted during the read: the job that wrote it retains only its newest "
             "checkpoints; name a newer one in spec.checkpoint.resumeFrom, or raise that job's "
             "spec.checkpoint.keep"
         )
@@ -281,17 +279,17 @@ def newest_verified(
             return folder.path, verify(folder.path, confirm)
         except CheckpointError as error:
             name = folder.path.name
-            warn(f"checkpoint {name} is passed over: {error}; trying the one before")
+            warn(f"checkpoint {name} is skipped: {error}; trying the previous one")
     return None
 
 
-def manifests(root: Path, course: Course | None = None) -> list[tuple[Path, Manifest]]:
+def manifests(root: Path, lineage: Lineage | None = None) -> list[tuple[Path, Manifest]]:
     """List the committed checkpoints in `root`, newest first; the files in them are not read.
 
-    Without `course`, the lineage recorded in `root` decides which checkpoints are listed.
+    Without `lineage`, the lineage recorded in `root` decides which checkpoints are listed.
     """
     found = []
-    for folder in steps(root, course):
+    for folder in steps(root, lineage):
         try:
             found.append((folder.path, read_manifest(folder.path)))
         except CheckpointError:
@@ -299,9 +297,9 @@ def manifests(root: Path, course: Course | None = None) -> list[tuple[Path, Mani
     return found
 
 
-def ledger(root: Path, course: Course | None = None) -> list[CheckpointRef]:
+def ledger(root: Path, lineage: Lineage | None = None) -> list[CheckpointRef]:
     """List the committed checkpoints in `root` like `manifests`, without their manifests."""
-    return [reference(folder, manifest) for folder, manifest in manifests(root, course)]
+    return [reference(folder, manifest) for folder, manifest in manifests(root, lineage)]
 
 
 def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
@@ -325,7 +323,7 @@ def remove_leftovers(root: Path, claim: Claim) -> None:
         if _OLD_LEFTOVER.fullmatch(path.name):
             remove_tree(path)
     for folder in _all_steps(root):
-        is_older = _OF_NOBODY < folder.owner < claim[:4]
+        is_older = _NO_OWNER < folder.owner < claim[:4]
         if is_older and not (folder.path / MANIFEST).exists():
             remove_tree(folder.path)
 
@@ -345,36 +343,36 @@ def delete(folder: Path) -> None:
     remove_tree(folder)
 
 
-def begin_course(root: Path, claim: Claim, step: int) -> tuple[Course, list[str]]:
+def begin_lineage(root: Path, claim: Claim, step: int) -> tuple[Lineage, list[str]]:
     """Record that the attempt of `claim` starts at `step`; also return the names of later folders.
 
     Checkpoints of later steps belong to another lineage of the run, or are damaged. They are
     neither renamed nor deleted.
     """
-    there = steps(root)
-    kept = tuple(folder.path.name for folder in there if folder.step <= step)
-    beyond = [folder.path.name for folder in there if folder.step > step]
+    present = steps(root)
+    kept = tuple(folder.path.name for folder in present if folder.step <= step)
+    later = [folder.path.name for folder in present if folder.step > step]
     path = claim.path(root, Mark.START)
     path.write_text(StartRecord(kept=kept).to_json(), encoding="utf-8")
     sync(path)
-    return Course(claim, frozenset(kept)), beyond
+    return Lineage(claim, frozenset(kept)), later
 
 
-def steps(root: Path, course: Course | None = None) -> list[StepFolder]:
+def steps(root: Path, lineage: Lineage | None = None) -> list[StepFolder]:
     """Return the folders of the lineage that are named like a checkpoint, newest first."""
-    course = course or _newest_course(root)
+    lineage = lineage or _newest_lineage(root)
     found = _all_steps(root)
-    return found if course is None else [folder for folder in found if course.includes(folder)]
+    return found if lineage is None else [folder for folder in found if lineage.includes(folder)]
 
 
-def _newest_course(root: Path) -> Course | None:
+def _newest_lineage(root: Path) -> Lineage | None:
     """Return the lineage that the highest started claim recorded."""
     for claim in sorted(Listing.of(root).started, reverse=True):
         try:
             record = StartRecord.read(claim.path(root, Mark.START))
         except (OSError, ValidationError):
             continue  # killed while it wrote the record, and thus before its first step
-        return Course(claim, frozenset(record.kept))
+        return Lineage(claim, frozenset(record.kept))
     return None
 
 
@@ -385,6 +383,6 @@ def _all_steps(root: Path) -> list[StepFolder]:
     for path in root.iterdir():
         if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir():
             step, epoch, attempt, generation, nonce = match.groups()
-            owner = (int(epoch), int(attempt), int(generation), nonce) if nonce else _OF_NOBODY
+            owner = (int(epoch), int(attempt), int(generation), nonce) if nonce else _NO_OWNER
             found.append(StepFolder(int(step), owner, path))
     return sorted(found, reverse=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from finetune_trainer.checkpoint.commit import Course, delete, ledger
+from finetune_trainer.checkpoint.commit import Lineage, delete, ledger
 from finetune_trainer.config import CheckpointRef
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.failpoints import reach
@@ -19,7 +19,9 @@ def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
     return min(evaluated, key=lambda ref: (ref.eval_loss, -ref.step), default=None)
 
 
-def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[], object]) -> None:
+def retire(
+    root: Path, keep: int, lineage: Lineage | None, may_delete: Callable[[], object]
+) -> None:
     """Delete every checkpoint in `root` that is neither among the newest `keep` nor the best.
 
     `may_delete` is called before each deletion and raises if this process must exit.
@@ -27,7 +29,7 @@ def retire(root: Path, keep: int, course: Course | None, may_delete: Callable[[]
     Raises:
         OSError: a folder cannot be deleted.
     """
-    refs = ledger(root, course)
+    refs = ledger(root, lineage)
     kept = {ref.path for ref in refs[:keep]}
     winner = best(refs)
     if winner is not None:

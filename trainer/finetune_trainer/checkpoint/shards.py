@@ -183,7 +183,7 @@ def read_shards(state: State, folder: Path, group: "ProcessGroup | None") -> Non
         refused = [why for why, _ in error.failures.values() if isinstance(why, UnpicklingError)]
         if refused:  # by torch, which unpickles only tensors
             raise ConfigError(
-                f"{folder} holds other objects than tensors, so nothing of it is loaded "
+                f"{folder} contains objects other than tensors and was not loaded "
                 f"({describe(refused[0]).splitlines()[0]}); name another checkpoint in "
                 "spec.checkpoint.resumeFrom"
             ) from error
@@ -258,14 +258,14 @@ def _reader(folder: Path, group: "ProcessGroup | None") -> Any:
 
     read: list[Metadata] = []
 
-    def try_it() -> ConfigError | None:
+    def attempt() -> ConfigError | None:
         try:
             read.append(read_metadata(folder))
         except ConfigError as error:
             return error  # the class, and thus the exit code, is the same on every rank
         return None
 
-    if refusals := [one for one in on_every_rank(group, try_it) if one is not None]:
+    if refusals := [one for one in on_every_rank(group, attempt) if one is not None]:
         raise refusals[0]
 
     class Reader(FileSystemReader):
@@ -304,7 +304,7 @@ def _exact_planner() -> Any:
             left_over = sorted(name for name in held if not _is_loss_scale(name))
             if left_over:
                 raise ValueError(
-                    f"it holds {len(left_over)} values that this run has no place for, first "
+                    f"the checkpoint has {len(left_over)} values that this run lacks, first "
                     f"{left_over[0]}"
                 )
             return super().create_local_plan()

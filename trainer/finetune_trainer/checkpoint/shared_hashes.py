@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """Files that rank 0 requests the others to hash."""
 
     folder: Path
@@ -28,7 +28,7 @@ class _Asked(NamedTuple):
 
 
 class SharedHashes:
-    """One rank's part; its collectives run in the group of the checkpoint store."""
+    """The part of one rank; its collectives run in the group of the checkpoint store."""
 
     def __init__(
         self,
@@ -57,43 +57,45 @@ class SharedHashes:
         try:
             return work(self._confirm)
         finally:
-            self._tell(None)
+            self._broadcast(None)
 
     def help(self) -> None:
         """Hash the files that rank 0 requests, until rank 0 is finished."""
-        while (asked := self._tell(None)) is not None:
-            self._hash_together(asked)
+        while (request := self._broadcast(None)) is not None:
+            self._hash_together(request)
 
     def _confirm(self, folder: Path, manifest: Manifest) -> frozenset[str]:
-        asked = self._tell(_Asked(folder, manifest.files))
-        assert asked is not None, "rank 0 has told it"
-        return self._hash_together(asked)
+        request = self._broadcast(_Request(folder, manifest.files))
+        assert request is not None, "rank 0 has sent it"
+        return self._hash_together(request)
 
-    def _tell(self, asked: _Asked | None) -> _Asked | None:
-        told = (asked, self._claim)
-        asked, self._claim = on_every_rank(self._group, lambda: told, self._waiting)[0]
-        return asked
+    def _broadcast(self, request: _Request | None) -> _Request | None:
+        message = (request, self._claim)
+        request, self._claim = on_every_rank(self._group, lambda: message, self._waiting)[0]
+        return request
 
-    def _hash_together(self, asked: _Asked) -> frozenset[str]:
+    def _hash_together(self, request: _Request) -> frozenset[str]:
         """Return the names of the files that a rank has confirmed."""
-        able = on_every_rank(self._group, lambda: self._sees(asked.folder), self._waiting)
-        ranks = [rank for rank, is_able in enumerate(able) if is_able]
-        mine = _shares(asked.files, ranks).get(self._rank, ())
+        have_access = on_every_rank(
+            self._group, lambda: self._has_access(request.folder), self._waiting
+        )
+        ranks = [rank for rank, has_access in enumerate(have_access) if has_access]
+        assigned = _shares(request.files, ranks).get(self._rank, ())
         found = on_every_rank(
             self._group,
-            lambda: [name for name in mine if self._is_right(asked, name)],
+            lambda: [name for name in assigned if self._matches(request, name)],
             self._waiting,
         )
         return frozenset(name for names in found for name in names)
 
-    def _sees(self, folder: Path) -> bool:
+    def _has_access(self, folder: Path) -> bool:
         if self._is_on_node_of_rank_0:
             return True
         claim = self._claim
         return claim is not None and folder.parent == claim.parents[1] and claim.exists()
 
-    def _is_right(self, asked: _Asked, name: str) -> bool:
-        path, expected = asked.folder / name, asked.files[name]
+    def _matches(self, request: _Request, name: str) -> bool:
+        path, expected = request.folder / name, request.files[name]
         try:
             return path.stat().st_size == expected.size and self._digest(path) == expected
         except OSError:

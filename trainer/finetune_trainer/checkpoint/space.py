@@ -28,14 +28,14 @@ def refuse_small_disk(root: Path, *, size: int, keep: int, free: int, held: int)
     copies = keep + 1
     if free + held < size * copies:
         raise ConfigError(
-            f"spec.checkpoint.uri {root} has {_in_words(free)} free, a checkpoint "
-            f"takes {_in_words(size)} and spec.checkpoint.keep {keep} needs room "
-            f"for {copies} of them; make {_in_words(size * copies - held - free)} more free or "
+            f"spec.checkpoint.uri {root} has {_human_size(free)} free, a checkpoint "
+            f"takes {_human_size(size)} and spec.checkpoint.keep {keep} needs room "
+            f"for {copies} of them; make {_human_size(size * copies - held - free)} more free or "
             "lower spec.checkpoint.keep"
         )
 
 
-def _in_words(size: int) -> str:
+def _human_size(size: int) -> str:
     """Return a number of bytes in MiB or GiB, rounded up."""
     if size >= _GIB:
         return f"{math.ceil(10 * size / _GIB) / 10} GiB"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finetune_trainer.checkpoint import commit
-from finetune_trainer.checkpoint.commit import Confirm, Course, Fingerprint, Manifest
+from finetune_trainer.checkpoint.commit import Confirm, Fingerprint, Lineage, Manifest
 from finetune_trainer.checkpoint.retention import best
 from finetune_trainer.claims.enter import Wanted
 from finetune_trainer.claims.fence import Fence
@@ -20,7 +20,7 @@ from finetune_trainer.errors import CheckpointError, ConfigError
 class Start(NamedTuple):
     """The starting point, and the last and best checkpoints in the ledger."""
 
-    course: Course
+    lineage: Lineage
     source: tuple[Path, Manifest] | None
     last: CheckpointRef | None
     best: CheckpointRef | None
@@ -42,7 +42,7 @@ def prepare_start(
     Args:
         root: The folder of all checkpoints.
         config: Names the checkpoint to resume from.
-        fingerprint: Of this training; the checkpoint must have the same one.
+        fingerprint: Fingerprint of this training; the checkpoint must have the same one.
         fence: Proves that this process owns `root`.
         warn: Receives a sentence for each anomaly that does not prevent the start.
         confirm: Returns files that need not be read here.
@@ -61,15 +61,15 @@ def prepare_start(
         _refuse_foreign(*source, wanted, config)
         _refuse_other_training(*source, wanted, fingerprint)
     step = source[1].step if source else 0
-    course, beyond = commit.begin_course(root, claim, step)
-    if beyond:
+    lineage, later = commit.begin_lineage(root, claim, step)
+    if later:
         warn(
-            f"training starts from step {step}, so what lies beyond it in {root} counts no more: "
-            f"{', '.join(beyond)}; delete it when it is not needed"
+            f"training starts from step {step}; later checkpoints in {root} are ignored: "
+            f"{', '.join(later)}; delete them if they are not needed"
         )
-    refs = commit.ledger(root, course)
+    refs = commit.ledger(root, lineage)
     last = next((ref for ref in refs if ref.step == step), None)
-    return Start(course, source, last, best(refs))
+    return Start(lineage, source, last, best(refs))
 
 
 def recorded(config: CheckpointConfig, job: JobRef) -> Fingerprint | None:
@@ -80,8 +80,8 @@ def recorded(config: CheckpointConfig, job: JobRef) -> Fingerprint | None:
     found = []
     if config.resume_from == "auto" or config.is_continued:
         writer = _writer(config, job)
-        there = commit.manifests(Path(config.dir).absolute())
-        found = [one for one in there if writer in (None, one[1].job.identity)][:1]
+        present = commit.manifests(Path(config.dir).absolute())
+        found = [one for one in present if writer in (None, one[1].job.identity)][:1]
     if config.resume_from not in ("auto", "none"):
         folder = Path(config.resume_from).absolute()
         with suppress(CheckpointError):  # `prepare_start` will raise it
@@ -105,7 +105,7 @@ def _refuse_another_job(root: Path, wanted: Wanted) -> None:
         owner, job = manifest.job, wanted.job
         if not wanted.may_follow(owner):
             raise ConfigError(
-                f"spec.checkpoint.uri {root} holds {folder.name} of the job "
+                f"spec.checkpoint.uri {root} contains {folder.name} of the job "
                 f"{owner.namespace}/{owner.name} (uid {owner.uid}), not of this one (uid "
                 f"{job.uid}); set another spec.checkpoint.uri, and to start from that checkpoint "
                 f"on purpose also spec.checkpoint.resumeFrom file://{folder} and "
@@ -125,8 +125,8 @@ def _refuse_foreign(
     raise ConfigError(
         f"spec.checkpoint.resumeFrom {folder} was written by the job {owner.namespace}/"
         f"{owner.name} (uid {owner.uid}), not by this one (uid {wanted.job.uid}){take_over}; to "
-        "load it all the same set spec.checkpoint.allowForeign true on this machine, and in a "
-        "cluster have the profile's allow.foreignCheckpoints set"
+        "load it anyway, set spec.checkpoint.allowForeign true on this machine; in a cluster, an "
+        "administrator sets the profile's allow.foreignCheckpoints"
     )
 
 
@@ -139,17 +139,17 @@ def _refuse_other_training(
     if folder.parent == wanted.folder and manifest.job.uid != wanted.job.uid:
         raise ConfigError(
             f"{folder} was written with another {difference}, by the job whose folders this one "
-            "takes over (spec.takeOver); set that as it was there, or set "
-            "spec.checkpoint.resumeFrom none to start anew"
+            "takes over (spec.takeOver); use the same setting, or set "
+            "spec.checkpoint.resumeFrom none to start from step 0"
         )
     if folder.parent == wanted.folder:
         raise ConfigError(
-            f"{folder} was written by this job with another {difference}; set that back, set "
-            "another spec.checkpoint.uri, or start anew with ftctl run --fresh"
+            f"{folder} was written by this job with another {difference}; restore that setting, "
+            "set another spec.checkpoint.uri, or start from step 0 with ftctl run --fresh"
         )
     raise ConfigError(
-        f"spec.checkpoint.resumeFrom {folder} was written with another {difference}; set that "
-        "as it was there, or spec.checkpoint.resumeFrom to another checkpoint, auto or none"
+        f"spec.checkpoint.resumeFrom {folder} was written with another {difference}; use the same "
+        "setting, or set spec.checkpoint.resumeFrom to another checkpoint, auto or none"
     )
 
 

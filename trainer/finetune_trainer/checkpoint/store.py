@@ -50,7 +50,7 @@ TRAINER_SECTION = "trainer"  # plain JSON values, beside the tensors of the othe
 
 
 class CheckpointStore:
-    """One rank's view of the checkpoints of a run.
+    """The checkpoints of a run, as seen by one rank.
 
     Attributes:
         is_enabled: Whether `checkpoint.enabled` allows saves; a checkpoint to start from is read in
@@ -80,8 +80,8 @@ class CheckpointStore:
         """Open the store; the first access to the disk is `restore`.
 
         Args:
-            config: Where and how often to save, and what to resume from.
-            rank: Of this process.
+            config: Where and how often to save, and where to resume.
+            rank: Rank of this process.
             world_size: Number of ranks.
             group: A gloo group over all ranks for this store alone; None for one process.
             job: Checkpoints of another job are refused on restore.
@@ -108,8 +108,8 @@ class CheckpointStore:
         self._job = job
         self._fingerprint = fingerprint
         self._fence = fence
-        self._course: commit.Course | None = None
-        self._warn = warn if rank == 0 else _say_nothing
+        self._lineage: commit.Lineage | None = None
+        self._warn = warn if rank == 0 else _drop
         self._clock = clock
         self._shards = shards or TensorShards()
         self._writer = CheckpointWriter(
@@ -136,7 +136,7 @@ class CheckpointStore:
         """
         if self._rank != 0 or not self.is_enabled or self.cadence.is_due(step):
             return False
-        return self.cadence.is_over(now)
+        return self.cadence.is_elapsed(now)
 
     def save(self, step: int, state: State, *, eval_loss: float | None = None) -> float:
         """Start a save of the current `state`, and return the seconds the caller was blocked.
@@ -177,7 +177,7 @@ class CheckpointStore:
             files={},
         )
         write = partial(
-            self._writer.write, draft, copy, trainer, course=self._course, started=started
+            self._writer.write, draft, copy, trainer, lineage=self._lineage, started=started
         )
         self._in_flight = (step, self._start(write))
         self._blocked_seconds = time.perf_counter() - started
@@ -225,7 +225,7 @@ class CheckpointStore:
             CheckpointError: the named checkpoint is damaged, or does not fit `state`.
             OvertakenError: there is a higher claim on the folder.
         """
-        self._course, source, self.last, self.best = self._agree_on_start()
+        self._lineage, source, self.last, self.best = self._agree_on_start()
         if self.is_enabled:
             self._shards.reserve(_tensors_of(state))
         if source is None:
@@ -268,7 +268,7 @@ class CheckpointStore:
                 lambda: hashes.lead(partial(commit.verify, Path(best.path))), beside=hashes.help
             )
         except (RankError, CheckpointError) as error:
-            self._warn(f"the best checkpoint cannot be used ({error}); the last weights stay")
+            self._warn(f"the best checkpoint cannot be used ({error}); using the last weights")
             return None
         self.load(Path(best.path), state)
         return best
@@ -339,9 +339,9 @@ class CheckpointStore:
             return
         (step, future), self._in_flight = self._in_flight, None
         try:
-            ref, seconds, size, complaint = future.result()
+            ref, seconds, size, warning = future.result()
         except (RankError, OSError, RuntimeError) as error:
-            self._failure = self._sentence(step, error)
+            self._failure = self._failure_message(step, error)
             self._warn(self._failure)
             self._costs.failed()
             return
@@ -350,10 +350,10 @@ class CheckpointStore:
         self._costs.committed(beside, size, self.cadence.interval_seconds)
         self.last = self._unreported = ref
         self.best = best([ref, self.best] if self.best else [ref])
-        if complaint is not None:
-            self._warn(complaint)
+        if warning is not None:
+            self._warn(warning)
 
-    def _sentence(self, step: int, error: Exception) -> str:
+    def _failure_message(self, step: int, error: Exception) -> str:
         before = f"step {self.last.step}" if self.last else "none"
         reason = str(error) if isinstance(error, RankError) else describe(error)
         advice = f"; make room in {self._root} or lower spec.checkpoint.keep"
@@ -373,5 +373,5 @@ def _tensors_of(state: State) -> State:
     return {name: part for name, part in state.items() if name != TRAINER_SECTION}
 
 
-def _say_nothing(_: str) -> None:
+def _drop(_: str) -> None:
     """Drop the warning: rank 0 reports it for all ranks."""

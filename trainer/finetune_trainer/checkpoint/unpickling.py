@@ -54,7 +54,7 @@ def read_metadata(folder: Path) -> "Metadata":
         except Exception as error:  # an invalid pickle can raise any error
             _refuse(path, f"cannot be read ({type(error).__name__}: {error})")
     if _state_of_classes() != before:
-        _refuse(path, "changes the classes that it is made of")
+        _refuse(path, "changes the classes of its own objects")
     _check(found, path)
     metadata: Metadata = found
     return metadata
@@ -77,17 +77,17 @@ class _Unpickler(pickle.Unpickler):
             return lambda kind, member: self._member(kind, member)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        _refuse(self._path, f"names {module}.{name}, which no checkpoint of ours does")
+        _refuse(self._path, f"names {module}.{name}, which is not allowed in a checkpoint")
 
     def _member(self, kind: Any, name: Any) -> Any:
         """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as a getattr."""
         if isinstance(kind, EnumMeta) and name in kind.__members__:
             return kind[name]
-        _refuse(self._path, "asks for an attribute, which no checkpoint of ours does")
+        _refuse(self._path, "reads an attribute, which is not allowed in a checkpoint")
 
     def persistent_load(self, pid: Any) -> NoReturn:
         """Refuse an object that is stored outside the pickle."""
-        _refuse(self._path, "names something outside itself")
+        _refuse(self._path, "refers to an object outside the pickle")
 
 
 def _state_of_classes() -> list[tuple[str, int]]:
@@ -106,10 +106,10 @@ def _check(found: Any, path: Path) -> None:
         _refuse(path, f"is a {type(found).__name__}, not the record of a checkpoint")
     tensors, places = found.state_dict_metadata, found.storage_data
     if not isinstance(tensors, dict) or not isinstance(places, dict):
-        _refuse(path, "does not say which tensor lies where")
+        _refuse(path, "lacks the locations of its tensors")
     for name, value in tensors.items():
         if not isinstance(value, TensorStorageMetadata):
-            _refuse(path, f"says that {name} is no tensor")  # DCP would unpickle its file
+            _refuse(path, f"lists {name}, which is not a tensor")  # DCP would unpickle its file
     for place in places.values():
         file = place.relative_path if isinstance(place, _StorageInfo) else None
         if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
@@ -120,6 +120,6 @@ def _check(found: Any, path: Path) -> None:
 
 def _refuse(path: Path, what: str) -> NoReturn:
     raise ConfigError(
-        f"{path} {what}, so nothing of this checkpoint is loaded; name a checkpoint that a job of "
-        "yours has written in spec.checkpoint.resumeFrom, and find out who has written this one"
+        f"{path} {what}; the checkpoint was not loaded. Name a checkpoint of one of your jobs in "
+        "spec.checkpoint.resumeFrom, and find out who wrote this checkpoint"
     )

@@ -35,7 +35,7 @@ class Written(NamedTuple):
     ref: CheckpointRef
     seconds: float
     size_bytes: int
-    complaint: str | None
+    warning: str | None
 
 
 class CheckpointWriter:
@@ -67,7 +67,7 @@ class CheckpointWriter:
         copy: State,
         trainer: str,
         *,
-        course: commit.Course | None,
+        lineage: commit.Lineage | None,
         started: float,
     ) -> Written:
         """Write, hash and commit one checkpoint; a collective that waits for every rank's disk.
@@ -76,7 +76,7 @@ class CheckpointWriter:
             draft: The manifest without files.
             copy: The tensors.
             trainer: The text of `TRAINER_FILE`.
-            course: The lineage of this attempt, for retention.
+            lineage: The lineage of this attempt, for retention.
             started: Start of the save, in seconds of `time.perf_counter`.
 
         Raises:
@@ -100,23 +100,23 @@ class CheckpointWriter:
             if self._rank == 0 and not commit.is_committed(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
             if isinstance(error, RankError):  # the owner of a higher claim may have deleted it
-                self._on_rank_0(self._look_out)
+                self._on_rank_0(self._check_claims)
             raise
         seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
-        return Written(ref, seconds, size, self._retire(course))
+        return Written(ref, seconds, size, self._retire(lineage))
 
     def _open_folder(self, step: int) -> Path:
-        claim = self._checked().holding(self._root).claim
+        claim = self._checked_fence().holding(self._root).claim
         return make_anew(commit.step_folder(self._root, step, claim))
 
-    def _checked(self) -> Fence:
+    def _checked_fence(self) -> Fence:
         """Return the fence of rank 0 after a check that its claims still hold."""
         assert self._fence is not None, "rank 0 has it"
         self._fence.check()
         return self._fence
 
-    def _look_out(self) -> None:
-        self._checked()
+    def _check_claims(self) -> None:
+        self._checked_fence()
 
     def _digests(self, folder: Path, names: list[str]) -> dict[str, commit.FileDigest]:
         """Hash the files of `folder`, each on the rank that wrote it; `names` are this rank's."""
@@ -129,18 +129,18 @@ class CheckpointWriter:
 
     def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
         """Write the manifest; the commit is valid if no other process had claimed the folder."""
-        self._checked()
+        self._checked_fence()
         reach("before-commit", manifest.step)
         commit.write_manifest(folder, manifest)
         reach("after-commit", manifest.step)
-        self._checked()
+        self._checked_fence()
         return commit.reference(folder, manifest)
 
-    def _retire(self, course: commit.Course | None) -> str | None:
+    def _retire(self, lineage: commit.Lineage | None) -> str | None:
         """Delete surplus checkpoints on rank 0; return a warning if that is impossible."""
         if self._rank == 0:
             try:
-                retire(self._root, self._keep, course, self._checked)
+                retire(self._root, self._keep, lineage, self._checked_fence)
             except OSError as error:
                 return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
         return None
