@@ -147,7 +147,7 @@ def test_the_next_attempt_trains_and_the_one_before_leaves(
     first = trainers.train()
     began = time.monotonic()
     second = trainers.start(trainers.config(attempt=2))
-    assert "attempt 2 writes into" in leave_overtaken(first, began)
+    assert "attempt 2 now writes to" in leave_overtaken(first, began)
     go_on(trainers, second)
 
 
@@ -175,7 +175,7 @@ def test_both_ranks_of_an_overtaken_attempt_end(lagging: Trainers, tmp_path: Pat
     second = lagging.start(
         lagging.config(attempt=2, training={"max_steps": 2}, output={"dir": str(tmp_path / "out")})
     )
-    assert "attempt 2 writes into" in leave_overtaken(first, began)
+    assert "attempt 2 now writes to" in leave_overtaken(first, began)
     assert second.codes() == [0]
 
 

@@ -144,8 +144,7 @@ def test_the_next_attempt_goes_on_at_once_and_the_one_before_leaves(tmp_path: Pa
     with pytest.raises(OvertakenError) as overtaken:
         first.check()
     assert str(overtaken.value) == (
-        f"attempt 2 writes into {tmp_path} by now, so attempt 1 left; what it had committed until "
-        "then stays"
+        f"attempt 2 now writes to {tmp_path}, so attempt 1 exited; its committed checkpoints remain"
     )
     assert first.lost is overtaken.value
 
@@ -161,7 +160,7 @@ def test_a_second_start_of_one_attempt_is_the_later_one(tmp_path: Path) -> None:
 def test_an_attempt_that_comes_after_its_successor_leaves_nothing(tmp_path: Path) -> None:
     claim_all(tmp_path, job=attempt(2))
     before = written(tmp_path)
-    with pytest.raises(OvertakenError, match="attempt 2 writes into"):
+    with pytest.raises(OvertakenError, match="attempt 2 now writes to"):
         claim_all(tmp_path)
     assert written(tmp_path) == before
 
@@ -205,15 +204,15 @@ def test_a_job_made_anew_takes_over_only_when_its_manifest_says_so(tmp_path: Pat
     assert str(refused.value) == (
         f"spec.checkpoint.uri {tmp_path} belongs to the job default/first (uid uid-a), which had "
         "this job's name before it (uid uid-0); delete this job and create it with "
-        "spec.takeOver true to go on there, or set another spec.checkpoint.uri"
+        "spec.takeOver true to continue there, or set another spec.checkpoint.uri"
     )
     new = claim_all(tmp_path, job=anew, take_over=True)
     new.check()
     with pytest.raises(OvertakenError) as overtaken:
         old.check()
     assert str(overtaken.value) == (
-        f"the job default/first (uid uid-0) has taken over {tmp_path}; this one (uid uid-a) wrote "
-        "no further"
+        f"the job default/first (uid uid-0) has taken over {tmp_path}; this one (uid uid-a) "
+        "stopped writing"
     )
     claim_all(tmp_path, job=attempt(2, anew))
 
@@ -330,7 +329,7 @@ def test_of_newcomers_at_the_same_moment_one_goes_on(tmp_path: Path, number: int
     """Also where they share two folders: one job has both, the others have neither."""
     folders = [tmp_path / name for name in ("one", "two")]
     jobs = [JobRef(name=name, uid=f"uid-{name}") for name in ("a", "b", "c")]
-    pace = Pace(settle_seconds=0.01)
+    pace = Pace(rival_wait_seconds=0.01)
 
     def enter(job: JobRef) -> Callable[[], Fence]:
         own = tmp_path / job.name
@@ -354,7 +353,7 @@ def test_of_newcomers_at_the_same_moment_one_goes_on(tmp_path: Path, number: int
 @pytest.mark.parametrize("number", range(20))
 def test_of_starts_of_one_attempt_at_the_same_moment_one_stays(tmp_path: Path, number: int) -> None:
     folders = [tmp_path / name for name in ("one", "two", "three")]
-    pace = Pace(settle_seconds=0.01)
+    pace = Pace(rival_wait_seconds=0.01)
     outcomes = together([lambda: claim_all(*folders, pace=pace)] * 3)
     left = []
     for outcome in outcomes:
@@ -387,9 +386,9 @@ def test_a_folder_that_was_moved_away_is_let_go(tmp_path: Path) -> None:
     with pytest.raises(ClaimLostError) as gone:
         fence.check()
     assert str(gone.value) == (
-        f"the claim of attempt 1 on {folder} is gone, as the folder was moved, emptied, deleted or "
-        "unmounted; another job may write there, so this attempt left, and the next one goes on "
-        "from the last checkpoint that is still there"
+        f"the claim of attempt 1 on {folder} is gone: the folder was moved, emptied, deleted or "
+        "unmounted; another job may write there, so this attempt exited, and the next attempt "
+        "resumes from the last remaining checkpoint"
     )
     assert (gone.value.exit_code, fence.lost) == (1, None), "a restart may follow"
     claim_all(folder, job=B)
@@ -434,7 +433,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, in_the_way: str) -> None:
     with pytest.raises(OutputNotWritableError) as error:
         claim_all(folder)
     assert str(error.value) == (
-        f"{folder} cannot be a folder: {path} is no folder; move it away or name another one"
+        f"{folder} cannot be created: {path} is not a folder; move it away or use another path"
     )
 
 
@@ -445,7 +444,7 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     assert re.fullmatch(
         re.escape(f"{folder} cannot be written (")
         + ".+"
-        + re.escape("); name a folder that this user may write, with room on it"),
+        + re.escape("); use a folder that this user can write, on a disk with free space"),
         str(error.value),
     )
 

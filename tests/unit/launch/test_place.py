@@ -270,5 +270,5 @@ def test_a_run_directory_that_cannot_be_written_is_a_configuration_error(tmp_pat
     last_words = run_rank(config, "support.launch.rank_entries:finish", environ={}).termination
     assert (last_words.exit_code, last_words.rank) == (78, 0)
     assert last_words.message.startswith(
-        f"{run_dir} cannot be a folder: {tmp_path / 'file'} is no folder; move it away"
+        f"{run_dir} cannot be created: {tmp_path / 'file'} is not a folder; move it away"
     )

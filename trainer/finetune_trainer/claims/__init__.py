@@ -1,1 +1,1 @@
-"""One writer per folder: who may write where, by files of unique names that never change."""
+"""Enforce one writer per folder with files of unique names that are never changed."""

@@ -1,19 +1,19 @@
-"""How a process takes its folders: as the only one of those that want them, without any lock.
+"""Acquire the folders of a run exclusively, without locks.
 
-`take` in `fence` calls it on rank 0, before anything else is written there. It relies only on this:
-a file that was written is in every listing made more than the layer's lag later, and in none
-before. No rename, no exclusive create, no clock but this process's own, and no wait on local disks.
+`fence.take` calls it on rank 0, before any other write to the folders. It relies on one property: a
+written file is in every listing that starts more than the file system's lag later, and in none that
+ended before the write. It uses no rename, no exclusive create and no clock but this process's own,
+and does not wait on local disks.
 
-Between jobs: each of two that write `door`, wait, and then list sees the other's door, unless the
-other was so late that it sees this one's; one that sees another's door goes back. So two are never
-past it, however slow they are. The one that is past it writes `held`, which stays: the job owns the
-folder from then on, and its next attempt needs only a higher claim. Waiting decides only which of
-several newcomers comes first: the smallest uid, and one that makes no progress is passed after a
-while.
+Mutual exclusion between jobs: a process writes `door`, waits, and lists. Of two processes, at least
+the later one sees the other's door, and a process that sees another door withdraws. So at most one
+passes, however slow both are. It then writes `held`, which is permanent: the job owns the folder,
+and its next attempt needs only a higher claim. Waiting only determines the order of newcomers: the
+smallest uid is first, and a newcomer without progress is passed after a while.
 
-All folders of a run are taken together, step by step. If they were taken one by one, two jobs that
-share two folders could get one each, and both be refused; and two starts of one attempt could each
-be the later one somewhere, and both leave.
+All folders of a run are acquired together, step by step. Otherwise two jobs that share two folders
+could acquire one each and both be refused, and two starts of one attempt could each be the later
+one in a different folder and both exit.
 """
 
 import os
@@ -41,40 +41,40 @@ from finetune_trainer.files import sync
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take on a file layer, and who waits.
+    """Timing of a file system, and the clock to wait with.
 
     Attributes:
         lag_seconds: Longest time until a new file is in a listing; 0 on a local disk.
-        settle_seconds: How long the first of two newcomers waits for one that has not seen it.
+        rival_wait_seconds: Wait of the first of two newcomers for an unaware rival.
         patience_seconds: How long to wait for a newcomer that makes no progress.
-        sleep: Waits so many seconds; may raise to break off.
+        sleep: Waits for a number of seconds; may raise to abort.
         clock: Seconds of this process's own clock.
     """
 
     lag_seconds: float = 0.0
-    settle_seconds: float = 0.5
+    rival_wait_seconds: float = 0.5
     patience_seconds: float = 10.0
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
     def until_listed(self) -> None:
-        """Wait until what was written by now is in every listing, and what others had written."""
+        """Wait until every file that any process has written by now is in every listing."""
         if self.lag_seconds:
             self.sleep(2 * self.lag_seconds)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A folder that a process wants to write into.
+    """A folder that a process requests for writing.
 
     Attributes:
-        folder: Which.
-        field: What the user calls it.
-        job: Whose process it is.
-        take_over: The job of this name that had it before is gone, and this one goes on in it.
-        left_by: Finds whose work lies in a folder that nobody has claimed: trainers before claims
-            made none, and their next attempt must find the folder as it was.
-        remedy: How the user has the job use another one, if not by that field.
+        folder: Path of the folder.
+        field: Field of the spec that names the folder.
+        job: Job of the process.
+        take_over: Whether this job continues the work of a deleted job of its name.
+        left_by: Finds the owner of an unclaimed folder by its content: trainers before claims wrote
+            no claims, and the next attempt of their job must be admitted.
+        remedy: How the user selects another folder, if not by `field`.
     """
 
     folder: Path
@@ -85,14 +85,14 @@ class Wanted:
     remedy: str = ""
 
     def refuse(self, owner: JobRef) -> FolderTakenError:
-        """Return the error for a folder that another job has."""
+        """Return the error for a folder that another job owns."""
         whose = f"the job {owner.namespace}/{owner.name} (uid {owner.uid})"
         remedy = self.remedy or f"set another {self.field}"
         if (owner.namespace, owner.name) == (self.job.namespace, self.job.name):
             return FolderTakenError(
                 f"{self.field} {self.folder} belongs to {whose}, which had this job's name before "
                 f"it (uid {self.job.uid}); delete this job and create it with spec.takeOver true "
-                f"to go on there, or {remedy}"
+                f"to continue there, or {remedy}"
             )
         return FolderTakenError(
             f"{self.field} {self.folder} belongs to {whose}, which wrote there before this one "
@@ -100,7 +100,7 @@ class Wanted:
         )
 
     def may_follow(self, owner: JobRef) -> bool:
-        """Whether this job may write where `owner` has written: it is the same, or takes over."""
+        """Whether this job may write to a folder of `owner`: the same job, or one it takes over."""
         if owner.identity == self.job.identity:
             return True
         is_namesake = (owner.namespace, owner.name) == (self.job.namespace, self.job.name)
@@ -111,15 +111,15 @@ def refuse_taken(wanted: Wanted) -> int:
     """Return the epoch that a claim on the folder would have.
 
     Raises:
-        FolderTakenError: another job has it.
-        OvertakenError: a later job has it, which took it over from this one.
+        FolderTakenError: another job owns the folder.
+        OvertakenError: a later job took the folder over from this one.
     """
     seen = Listing.of(wanted.folder)
     owner, uid = seen.owner, wanted.job.identity
     if owner is not None and owner.uid == uid:
         return owner.epoch
     if owner is not None and any(one.uid == uid and one.epoch < owner.epoch for one in seen.held):
-        # Both manifests may allow it, as copies do: it goes from the older to the newer one only.
+        # Copied manifests both allow a takeover: ownership only moves from the older to the newer.
         raise taken_over(wanted.folder, uid, owner)
     job = wanted.left_by(wanted.folder) if owner is None else read_job(wanted.folder, owner)
     if job is not None and not wanted.may_follow(job):
@@ -128,7 +128,7 @@ def refuse_taken(wanted: Wanted) -> int:
 
 
 def read_job(folder: Path, claim: Claim) -> JobRef:
-    """Return whose claim it is; of a claim that cannot be read, only the uid is known."""
+    """Return the job of a claim; if its file cannot be read, only the uid is known."""
     try:
         return JobRef.read(claim.path(folder, Mark.CLAIM))
     except (OSError, ValidationError):
@@ -138,43 +138,43 @@ def read_job(folder: Path, claim: Claim) -> JobRef:
 def enter(
     wanted: Sequence[Wanted], pace: Pace, *, nonce: Callable[[], str] | None = None
 ) -> list[Claim]:
-    """Claim all folders, and return the claims once the job has every one.
+    """Claim all folders, and return the claims once the job owns every one.
 
     Raises:
-        FolderTakenError: another job has one, or got it first.
+        FolderTakenError: another job owns a folder, or was first.
         OvertakenError: there is a higher claim of the same job.
-        OutputNotWritableError: one cannot be written or listed.
+        OutputNotWritableError: a folder cannot be written or listed.
     """
     return _Newcomer(wanted, pace, nonce or (lambda: secrets.token_hex(4))).enter()
 
 
 class _Bid(NamedTuple):
-    """A claim on its way."""
+    """A claim that is not yet held."""
 
     wanted: Wanted
     claim: Claim
 
     def mark(self, mark: Mark, text: str = "") -> None:
-        """Write down what the claim has come to.
+        """Write a mark of the claim.
 
         Raises:
-            ClaimLostError: the claim itself was moved away meanwhile, with all that was there.
+            ClaimLostError: the claim is gone because the folder was moved or emptied.
         """
         if mark is not Mark.CLAIM:
             self.expect_claim()
-        with _naming(self.wanted):
+        with _errors_named(self.wanted):
             path = self.claim.path(self.wanted.folder, mark)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 
     def expect_claim(self) -> None:
-        """Return if the claim is still there."""
+        """Return if the file of the claim still exists."""
         if not self.claim.path(self.wanted.folder, Mark.CLAIM).exists():
             raise gone(self.wanted.folder, self.claim)
 
     def make_durable(self) -> None:
-        """Sync the claim to disk, which says whose it is."""
-        with _naming(self.wanted):
+        """Sync the file of the claim, which names the job, to disk."""
+        with _errors_named(self.wanted):
             try:
                 sync(self.claim.path(self.wanted.folder, Mark.CLAIM))
             except FileNotFoundError:
@@ -184,9 +184,9 @@ class _Bid(NamedTuple):
         """List the claims.
 
         Raises:
-            FolderTakenError: another job has taken the folder.
+            FolderTakenError: another job has acquired the folder.
         """
-        with _naming(self.wanted):
+        with _errors_named(self.wanted):
             seen = Listing.of(self.wanted.folder)
         for one in seen.held:
             if one.uid != self.claim.uid and one.epoch >= self.claim.epoch:
@@ -194,14 +194,14 @@ class _Bid(NamedTuple):
         return seen
 
     def unmark(self, mark: Mark) -> None:
-        """Remove a mark; a claim whose mark cannot be removed makes no progress."""
+        """Remove a mark. If that fails, other jobs see a claim without progress."""
         with suppress(OSError):
             self.claim.path(self.wanted.folder, mark).unlink(missing_ok=True)
 
     def withdraw(self) -> None:
-        """Remove the claim, unless its job owns the folder by it already.
+        """Remove the claim unless its job already owns the folder by it.
 
-        A later attempt may have seen that it does, and relies on it.
+        A later attempt may have seen the `held` mark and rely on it.
         """
         if not self.claim.path(self.wanted.folder, Mark.HELD).exists():
             self.unmark(Mark.DOOR)
@@ -209,40 +209,40 @@ class _Bid(NamedTuple):
 
 
 class _Newcomer:
-    """One process on its way into its folders."""
+    """A process that acquires its folders."""
 
     def __init__(self, wanted: Sequence[Wanted], pace: Pace, nonce: Callable[[], str]) -> None:
         self._wanted = wanted
         self._pace = pace
         self._nonce = nonce
-        # Rivals, by our own clock.
+        # When each mark of a rival was first seen, by this process's clock.
         self._first_seen: dict[tuple[Path, Claim, Mark], float] = {}
 
     def enter(self) -> list[Claim]:
         while True:
             bids = self._bids()
-            are_in = False
+            is_owner = False
             try:
                 for bid in bids:
                     bid.mark(Mark.CLAIM, bid.wanted.job.to_json())
-                if are_in := self._are_in(bids):
+                if is_owner := self._acquire(bids):
                     return [bid.claim for bid in bids]
             finally:
-                if not are_in:
+                if not is_owner:
                     for bid in bids:
                         bid.withdraw()
-            # After going back, come again at another time than the rival does.
-            self._pace.sleep(random.uniform(0.1, 1.0) * self._pace.settle_seconds)
+            # Retry after a random delay, so that the rival retries at another time.
+            self._pace.sleep(random.uniform(0.1, 1.0) * self._pace.rival_wait_seconds)
 
     def _bids(self) -> list[_Bid]:
-        """List every folder before anything is written into one, and return what to claim.
+        """List every folder before the first write, and return the claims to make.
 
-        Generation and nonce are the same everywhere, so that of two starts of one attempt the same
-        one is the later everywhere.
+        Generation and nonce are the same in every folder, so that of two starts of an attempt the
+        same one is the later in every folder.
         """
         epochs, generation = [], 1
         for one in self._wanted:
-            with _naming(one):
+            with _errors_named(one):
                 epochs.append(refuse_taken(one))
                 present = Listing.of(one.folder).present
             for seen in present:
@@ -254,34 +254,34 @@ class _Newcomer:
             for one, epoch in zip(self._wanted, epochs, strict=True)
         ]
 
-    def _are_in(self, bids: list[_Bid]) -> bool:
-        """Go on as far as the claims come; False where they have to be made again."""
+    def _acquire(self, bids: list[_Bid]) -> bool:
+        """Acquire the folders; return False if the claims must be made again."""
         self._pace.until_listed()
         seen = [(bid, bid.listing()) for bid in bids]
-        if any(_has_later_twin(claim, listing) for (_, claim), listing in seen):
+        if any(_has_later_start(claim, listing) for (_, claim), listing in seen):
             return False
         for (wanted, claim), listing in seen:
             if (higher := listing.overtakes(claim)) is not None:
                 raise overtaken(wanted.folder, claim, higher)
-        new = [bid for bid, listing in seen if not _has(bid.claim, listing)]
+        new = [bid for bid, listing in seen if not _is_held(bid.claim, listing)]
         if not new:
             return True
-        self._let_others_go_first(new)
-        return self._are_past_the_doors(new)
+        self._wait_for_earlier(new)
+        return self._pass_doors(new)
 
-    def _let_others_go_first(self, bids: list[_Bid]) -> None:
-        """Return when no newcomer is left that comes before this one."""
+    def _wait_for_earlier(self, bids: list[_Bid]) -> None:
+        """Return when no newcomer precedes this one."""
         while True:
             rivals = self._rivals(bids, Mark.CLAIM)
             if not any(one.uid < bids[0].claim.uid for one in rivals):
                 break
-            self._pace.sleep(min(0.05, self._pace.settle_seconds))
-        if rivals:  # one that listed before our claims were there may be at a door now
-            self._pace.sleep(self._pace.settle_seconds)
+            self._pace.sleep(min(0.05, self._pace.rival_wait_seconds))
+        if rivals:  # a rival that listed before our claims existed may be at a door now
+            self._pace.sleep(self._pace.rival_wait_seconds)
             self._pace.until_listed()
 
-    def _are_past_the_doors(self, bids: list[_Bid]) -> bool:
-        """Go through the doors and take the folders; False where another one did the same."""
+    def _pass_doors(self, bids: list[_Bid]) -> bool:
+        """Pass the doors and hold the folders; return False if a rival is at a door, too."""
         began = self._pace.clock()
         for bid in bids:
             bid.listing()
@@ -289,15 +289,15 @@ class _Newcomer:
         if self._rivals(bids, Mark.DOOR):
             return False
         if self._pace.clock() - began > self._pace.patience_seconds / 2:
-            return False  # the others may have given up on this one
-        for bid in bids:  # whose folder it is must be known also after a power loss
+            return False  # the others may have lost patience with this one
+        for bid in bids:  # the owner must be known even after a power loss
             bid.make_durable()
         self._mark(bids, Mark.HELD)
         try:
             for bid in bids:
                 bid.listing()
                 bid.expect_claim()
-        except (FolderTakenError, ClaimLostError):  # others gave up on it, and went ahead
+        except (FolderTakenError, ClaimLostError):  # a rival lost patience and passed this one
             for bid in bids:
                 bid.unmark(Mark.HELD)
             raise
@@ -309,7 +309,7 @@ class _Newcomer:
         self._pace.until_listed()
 
     def _rivals(self, bids: list[_Bid], mark: Mark) -> list[Claim]:
-        """Return claims of other jobs of the same epoch that still make progress."""
+        """Return the claims of other jobs in the same epoch that still make progress."""
         found = []
         for bid in bids:
             seen = bid.listing()
@@ -323,20 +323,20 @@ class _Newcomer:
         return found
 
 
-def _has_later_twin(claim: Claim, seen: Listing) -> bool:
-    """Whether there is a later start of the same attempt, neither of which could see the other."""
+def _has_later_start(claim: Claim, seen: Listing) -> bool:
+    """Whether there is a later start of the same attempt that was concurrent with this one."""
     own = (one for one in seen.present if one.uid == claim.uid and one[:3] == claim[:3])
     return any(one > claim for one in own)
 
 
-def _has(claim: Claim, seen: Listing) -> bool:
-    """Whether the job has the folder already."""
+def _is_held(claim: Claim, seen: Listing) -> bool:
+    """Whether the job already owns the folder."""
     return any(one.uid == claim.uid and one.epoch == claim.epoch for one in seen.held)
 
 
 @contextmanager
-def _naming(wanted: Wanted) -> Iterator[None]:
-    """Name the folder where something cannot be done in it."""
+def _errors_named(wanted: Wanted) -> Iterator[None]:
+    """Name the folder in the error of a failed file operation."""
     folder = wanted.folder
     try:
         yield
@@ -345,41 +345,41 @@ def _naming(wanted: Wanted) -> Iterator[None]:
         files = [path for path in places if os.path.lexists(path) and not path.is_dir()]
         file = (files or places)[0]
         raise OutputNotWritableError(
-            f"{folder} cannot be a folder: {file} is no folder; move it away or name another one"
+            f"{folder} cannot be created: {file} is not a folder; move it away or use another path"
         ) from None
     except OSError as error:
         raise OutputNotWritableError(
-            f"{folder} cannot be written ({error.strerror}); name a folder that this user may "
-            "write, with room on it"
+            f"{folder} cannot be written ({error.strerror}); use a folder that this user can "
+            "write, on a disk with free space"
         ) from error
 
 
 def overtaken(folder: Path, claim: Claim, by: Claim) -> OvertakenError:
-    """Return the error of a process that must leave."""
+    """Return the error of a process that must exit because of a higher claim."""
     if by.uid != claim.uid:
         return taken_over(folder, claim.uid, by)
     whose = f"attempt {by.attempt}"
     if by.attempt == claim.attempt:
         whose = f"a later start of attempt {by.attempt} (generation {by.generation})"
     return OvertakenError(
-        f"{whose} writes into {folder} by now, so attempt {claim.attempt} left; what it had "
-        "committed until then stays"
+        f"{whose} now writes to {folder}, so attempt {claim.attempt} exited; its committed "
+        "checkpoints remain"
     )
 
 
 def gone(folder: Path, claim: Claim) -> ClaimLostError:
-    """Return the error of a process whose claim is not there any more."""
+    """Return the error of a process whose claim no longer exists."""
     return ClaimLostError(
-        f"the claim of attempt {claim.attempt} on {folder} is gone, as the folder was moved, "
-        "emptied, deleted or unmounted; another job may write there, so this attempt left, and the "
-        "next one goes on from the last checkpoint that is still there"
+        f"the claim of attempt {claim.attempt} on {folder} is gone: the folder was moved, emptied, "
+        "deleted or unmounted; another job may write there, so this attempt exited, and the next "
+        "attempt resumes from the last remaining checkpoint"
     )
 
 
 def taken_over(folder: Path, uid: str, by: Claim) -> OvertakenError:
-    """Return the error of a job whose folder a later one has."""
+    """Return the error of a job whose folder a later job owns."""
     job = read_job(folder, by)
     return OvertakenError(
         f"the job {job.namespace}/{job.name} (uid {job.uid}) has taken over {folder}; this one "
-        f"(uid {uid}) wrote no further"
+        f"(uid {uid}) stopped writing"
     )

@@ -1,8 +1,8 @@
-"""The claims of one attempt on all its folders, and the check whether they still hold.
+"""Hold the claims of one attempt on all its folders, and check that they are still in force.
 
-`launch.worker` takes them on rank 0 before the first file is written, telemetry's included. Who
-commits, deletes or publishes checks directly before; a thread checks for all that is written
-besides. A check is one listing for each folder.
+`launch.worker` takes the claims on rank 0 before any file is written, telemetry included. Code that
+commits, deletes or publishes checks directly before; a thread checks for all other writes. A check
+lists each folder once.
 """
 
 import os
@@ -19,7 +19,7 @@ from finetune_trainer.claims.names import Claim, Listing, Mark
 from finetune_trainer.errors import ClaimLostError, OvertakenError
 
 SECONDS_BETWEEN_CHECKS = 4.0
-# Of these, one that is written is listed at once; of every other, remote ones, nobody knows.
+# On these, a new file is listed at once; on all others, such as remote ones, that is unknown.
 _LOCAL_FILE_SYSTEMS = frozenset(
     [
         *("bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuse.fuse-overlayfs"),
@@ -31,7 +31,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # a space in a mount point is written \040
 
 
 class Holding(NamedTuple):
-    """A folder that this process has, by which claim, and how long things take there."""
+    """A folder that this process owns, with the claim and the timing of its file system."""
 
     wanted: Wanted
     claim: Claim
@@ -39,30 +39,30 @@ class Holding(NamedTuple):
 
 
 class Fence:
-    """Says whether this process may still write into the folders it has claimed.
+    """Checks whether this process may still write into the folders that it has claimed.
 
     Args:
-        holdings: One for each folder.
+        holdings: One per folder.
 
     Attributes:
-        lost: The higher claim that was found, once a check has found one.
+        lost: The error of the check that found a higher claim; None before.
     """
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
-        self._holdings = {_place(one.wanted.folder): one for one in holdings}
+        self._holdings = {_real_path(one.wanted.folder): one for one in holdings}
         self.lost: OvertakenError | None = None
 
     def holding(self, folder: Path) -> Holding:
-        """Return how this process has `folder`."""
-        return self._holdings[_place(folder)]
+        """Return the holding of `folder`."""
+        return self._holdings[_real_path(folder)]
 
     def check(self) -> None:
-        """Return if every claim holds.
+        """Return if every claim is in force.
 
         Raises:
-            OvertakenError: there is a higher one.
-            ClaimLostError: it is not there any more.
-            OSError: a folder cannot be written or listed, so nobody knows.
+            OvertakenError: there is a higher claim.
+            ClaimLostError: the files of a claim are gone.
+            OSError: a folder cannot be written or listed, so the state is unknown.
         """
         for wanted, claim, pace in self._holdings.values():
             folder = wanted.folder
@@ -80,14 +80,14 @@ class Fence:
         end: Callable[[OvertakenError | ClaimLostError], None],
         every_seconds: float = SECONDS_BETWEEN_CHECKS,
     ) -> None:
-        """Check from a thread until a claim does not hold any more, then call `end`."""
+        """Check in a thread until a claim is no longer in force, then call `end`."""
 
         def watch() -> None:
             pause = threading.Event()
             while True:
                 pause.wait(every_seconds)
                 try:
-                    with suppress(OSError):  # a layer that does not answer now may do so later
+                    with suppress(OSError):  # storage that fails now may recover
                         self.check()
                 except (OvertakenError, ClaimLostError) as error:
                     end(error)
@@ -97,16 +97,17 @@ class Fence:
 
 
 def take(wanted: Sequence[Wanted], pace: Callable[[Path], Pace]) -> Fence:
-    """Claim all folders at once, and return when the job has every one.
+    """Claim all folders together, and return when the job owns every one.
 
-    `pace` says what is known of the file layer a folder is on; the slowest one counts for all.
+    `pace` returns the timing of a folder's file system; the slowest applies to all.
 
     Raises:
-        FolderTakenError: another job has one; nothing of the others was written, or is given back.
+        FolderTakenError: another job owns a folder; claims on the others were not written, or are
+            withdrawn.
         OvertakenError: a later attempt of the job was faster, or a later job took over.
-        OutputNotWritableError: one cannot be written.
+        OutputNotWritableError: a folder cannot be written.
     """
-    distinct = list({_place(one.folder): one for one in wanted}.values())
+    distinct = list({_real_path(one.folder): one for one in wanted}.values())
     slowest = max((pace(one.folder) for one in distinct), key=lambda one: one.lag_seconds)
     claims = enter(distinct, slowest)
     fence = Fence([Holding(*one, slowest) for one in zip(distinct, claims, strict=True)])
@@ -115,22 +116,22 @@ def take(wanted: Sequence[Wanted], pace: Callable[[Path], Pace]) -> Fence:
 
 
 def listing_lag_seconds(folder: Path) -> float:
-    """Return how long a new file may be missing from a listing, by the type of the file system."""
+    """Return the longest delay until a new file is listed, by the type of the file system."""
     place = os.path.realpath(folder)
     found, longest = "", -1
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         mount, _, layer = line.partition(" - ")
         point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), mount.split()[4])
         is_above = place == point or place.startswith(point.rstrip("/") + "/")
-        if is_above and len(point) >= longest:  # of two on one place, the later one counts
+        if is_above and len(point) >= longest:  # a later mount hides an earlier one
             found, longest = layer.split()[0], len(point)
     return 0.0 if found in _LOCAL_FILE_SYSTEMS else _REMOTE_LAG_SECONDS
 
 
 def _refresh(folder: Path, claim: Claim) -> None:
-    """Create and delete a file, as an NFS client lists a folder again after it has changed it.
+    """Create and delete a file: an NFS client lists a folder again after its own change.
 
-    Otherwise it may return an old listing for a minute.
+    Without a change, it may return a stale listing for up to a minute.
     """
     try:
         look = claim.path(folder, Mark.LOOK).with_suffix(f".{secrets.token_hex(4)}")
@@ -140,6 +141,6 @@ def _refresh(folder: Path, claim: Claim) -> None:
         raise gone(folder, claim) from None
 
 
-def _place(folder: Path) -> str:
-    """Return what is the same for a folder by all its names: nobody overtakes himself."""
+def _real_path(folder: Path) -> str:
+    """Return the real path: a process must not overtake itself through another name."""
     return os.path.realpath(folder)

@@ -1,13 +1,13 @@
-"""What a claim on a folder is called, and what one listing of the folder's claims says.
+"""Names of the files of a claim, and the claims found in one listing of a folder.
 
-A claim is a few small files in `FOLDER/.finetune-claims`, one for each thing it has come to:
+A claim is a few small files in `FOLDER/.finetune-claims`, one per state that it has reached:
 
-    0-2-1-9f3c5a1e.claim.UID   it wants the folder; its content names the job, for people
-    0-2-1-9f3c5a1e.door.UID    it has seen no rival
-    0-2-1-9f3c5a1e.held.UID    it has the folder
+    0-2-1-9f3c5a1e.claim.UID   a process requests the folder; the content names the job for people
+    0-2-1-9f3c5a1e.door.UID    the process has seen no rival
+    0-2-1-9f3c5a1e.held.UID    the job owns the folder
 
-The numbers are the claim's epoch, attempt and generation. Each file is written once, under a name
-that nobody else uses, so a check needs the names alone and never a changing file's content.
+The numbers are the claim's epoch, attempt and generation. Each file is written once, under a
+unique name, so a check needs only the names and never the content of a changing file.
 """
 
 import re
@@ -21,24 +21,24 @@ CLAIMS = ".finetune-claims"
 
 
 class Mark(StrEnum):
-    """What a claim has come to, or what it has written down."""
+    """A state that a claim has reached, or a record that it has written."""
 
     CLAIM = "claim"
     DOOR = "door"
     HELD = "held"
     START = "start"
-    LOOK = "look"  # written and deleted at once, so that a listing is fresh
+    LOOK = "look"  # written and deleted at once to force a fresh listing
 
 
 class Claim(NamedTuple):
-    """One process's claim on one folder; of one job, the highest has it.
+    """The claim of one process on one folder; the highest claim of a job is in force.
 
     Attributes:
-        epoch: How many jobs had the folder before this one.
-        attempt: Of the job.
-        generation: Which start of the attempt this is, from 1.
-        nonce: Distinguishes claims that are equal in everything else.
-        uid: Of the job.
+        epoch: Number of jobs that owned the folder before this one.
+        attempt: Number of the job's attempt.
+        generation: Number of this start of the attempt, from 1.
+        nonce: Distinguishes claims that are otherwise equal.
+        uid: Uid of the job.
     """
 
     epoch: int
@@ -49,11 +49,11 @@ class Claim(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """The part of a file's name that says whose it is."""
+        """The part of a file's name that identifies the process."""
         return f"{self.epoch}-{self.attempt}-{self.generation}-{self.nonce}"
 
     def path(self, folder: Path, mark: Mark) -> Path:
-        """Return where the claim on `folder` has its `mark`."""
+        """Return the path of the claim's `mark` on `folder`."""
         return folder / CLAIMS / f"{self.tag}.{mark}.{quote(self.uid, safe='')}"
 
 
@@ -63,13 +63,13 @@ _NAME = re.compile(rf"{TAG}\.({'|'.join(_KEPT)})\.(.+)")
 
 
 class Listing(NamedTuple):
-    """The claims on a folder, as one listing shows them.
+    """The claims on a folder in one listing.
 
     Attributes:
-        present: With any mark at all.
-        doors: That have seen no rival.
-        held: That have the folder, or had it before a later epoch.
-        started: That have written down what they started from.
+        present: Claims with any mark.
+        doors: Claims that have seen no rival.
+        held: Claims that own the folder, or owned it before a later epoch.
+        started: Claims that have recorded their starting point.
     """
 
     present: frozenset[Claim]
@@ -79,10 +79,10 @@ class Listing(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """List the claims on `folder` once; there are none where it does not exist.
+        """List the claims on `folder` once; a missing folder has no claims.
 
         Raises:
-            OSError: it cannot be listed.
+            OSError: the folder cannot be listed.
         """
         try:
             return cls.of_names(path.name for path in (folder / CLAIMS).iterdir())
@@ -91,7 +91,7 @@ class Listing(NamedTuple):
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Self:
-        """Read the names of a listing; what is no claim's is passed over."""
+        """Parse the names of a listing; other files are skipped."""
         found: dict[str, set[Claim]] = {mark: set() for mark in Mark}
         for name in names:
             if match := _NAME.fullmatch(name):
@@ -107,14 +107,14 @@ class Listing(NamedTuple):
 
     @property
     def owner(self) -> Claim | None:
-        """The claim whose job has the folder: the highest that is held; None without any."""
+        """The highest held claim, whose job owns the folder; None if no claim is held."""
         return max(self.held, default=None)
 
     def overtakes(self, claim: Claim) -> Claim | None:
-        """Return the claim that `claim` must give way to: a higher one of its job, or a later job.
+        """Return a claim of the same job or a later job that supersedes `claim`; None if none does.
 
-        A higher claim of the same job counts from its first mark on, one of another job only when
-        it is held: until then it may have to go again.
+        A higher claim of the same job supersedes with its first mark. A claim of another job must
+        be held, because it may still withdraw before that.
         """
         own = [one for one in self.present if one.uid == claim.uid and one > claim]
         later = [one for one in self.held if one.uid != claim.uid and one.epoch > claim.epoch]

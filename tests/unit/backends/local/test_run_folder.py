@@ -94,7 +94,7 @@ def test_a_fresh_run_is_let_in_where_the_trainer_of_the_old_one_had_claimed(tmp_
 
     def start(uid: str) -> None:
         ref = JobRef(name="mine", uid=uid, attempt=1)
-        enter([Wanted(folder, "spec.x", ref) for folder in folders], Pace(settle_seconds=0.0))
+        enter([Wanted(folder, "spec.x", ref) for folder in folders], Pace(rival_wait_seconds=0.0))
 
     with RunFolder(*folders) as store:
         start("old")
