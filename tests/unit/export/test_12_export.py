@@ -147,7 +147,7 @@ def test_a_quantised_base_is_merged_as_it_was_trained_against(
     torch.testing.assert_close(loaded.model.layers[0].mlp.up_proj.weight, target)
 
     for text in ("\n".join(warnings), (merged / "README.md").read_text()):
-        assert f"merged into the {quantization} base, dequantised" in text
+        assert f"merged into the dequantised {quantization} base" in text
     card = (adapter / "README.md").read_text()
     assert f"trained against the base in {quantization}" in card
     assert "- qlora" in card

@@ -64,8 +64,8 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OutputNotWritableError) as caught:
         publish_files(output, config="new", weights="new")
     assert str(caught.value) == (
-        f"spec.output.uri {output} holds weights, which no earlier export wrote and this one would "
-        "replace; move it away or set another spec.output.uri"
+        f"spec.output.uri {output} contains weights, which no earlier export wrote and this one "
+        "would replace; move it away or set another spec.output.uri"
     )
     assert contents(output) == {"weights": "mine"}
 

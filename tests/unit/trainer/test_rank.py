@@ -107,7 +107,7 @@ def test_a_file_in_the_output_that_is_not_ours_is_refused_before_training(
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     telemetry = Telemetry(made, rank=0, world_size=1)
-    with pytest.raises(OutputNotWritableError, match=f"holds {name}, which no earlier export"):
+    with pytest.raises(OutputNotWritableError, match=f"contains {name}, which no earlier export"):
         run(made, ALONE, StopSignal(), telemetry, claim_folders(made, lambda: False))
     telemetry.close()
     assert telemetry.progress.phase is Phase.STARTING

@@ -1,4 +1,4 @@
-"""The trained model as others load it: adapter, merged weights, tokenizer, model card."""
+"""Export the trained model: adapter, merged weights, tokenizer, model card."""
 
 from finetune_trainer.export.output import check_replaceable, export
 

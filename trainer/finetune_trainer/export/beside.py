@@ -1,6 +1,6 @@
-"""What lies beside exported weights of either kind: tokenizer, template and model card.
+"""Write the files beside exported weights: tokenizer, template and model card.
 
-`output` writes it after training, `tryout` before, so that nothing of it fails at the end alone.
+`output` writes them after training. `tryout` writes them before, so that errors show early.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The same for each kind of an export.
+class CompanionFiles:
+    """The files beside the weights, the same for each kind of export.
 
     Attributes:
-        tokenizer: With the template and the tokens of the configuration.
-        config: Of the run.
-        progress: What the card reports.
-        data_hash: Content hash of each training set; None when it is not known.
+        tokenizer: Tokenizer with the template and the tokens of the configuration.
+        config: Configuration of the run.
+        progress: Results for the card.
+        data_hash: Content hash of each training set; None if unknown.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -39,7 +39,7 @@ class Beside:
         """
         try:
             self.tokenizer.save_pretrained(folder)
-        except Exception as error:  # a full disk is no OSError there, but a bare Exception
+        except Exception as error:  # the tokenizer raises a bare Exception for a full disk
             raise OSError(f"the tokenizer: {error}") from error
         public = base_name(self.config.model)
         base = public or self.config.model.path

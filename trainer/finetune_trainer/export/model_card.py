@@ -1,7 +1,7 @@
-"""The README.md beside an exported model: what it is, how to load it, what it was made from.
+"""Render the README.md of an exported model: description, usage, results and provenance.
 
-`export` writes it. The front matter is what the hub reads; a value it could not resolve, such as
-a path of this machine, is left out.
+`export` writes it. The hub reads the front matter; values that it cannot resolve, such as a local
+path, are omitted.
 """
 
 import json
@@ -22,13 +22,13 @@ _PACKAGES = ("finetune-operator", "torch", "transformers", "peft", "bitsandbytes
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says beyond the configuration and the progress of the run.
+    """Facts of a card that are neither in the configuration nor in the progress of the run.
 
     Attributes:
-        kind: `adapter` for LoRA weights alone, `model` for a whole model.
-        base: Name or path of the base model, as it is written into the adapter.
-        base_is_public: `base` is a name another machine can resolve.
-        data_hash: Content hash of each training set; None when they could not be read again.
+        kind: `adapter` for LoRA weights, `model` for a whole model.
+        base: Name or path of the base model; the exported adapter contains the same one.
+        base_is_public: Whether another machine can resolve `base`.
+        data_hash: Content hash of each training set; None if the sets could not be read again.
     """
 
     kind: Kind
@@ -60,26 +60,26 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
 
 
 def notes(config: TrainConfig, kind: Kind) -> list[str]:
-    """Return what users of this kind of export must know, a sentence each."""
-    method, said = config.method, []
+    """Return notes for users of this kind of export, one sentence each."""
+    method, found = config.method, []
     if method.quantization != "none" and kind == "model":
-        said.append(
-            f"the adapters were merged into the {method.quantization} base, dequantised, which "
-            "they were trained against, not into the weights that base was quantised from"
+        found.append(
+            f"the adapters were merged into the dequantised {method.quantization} base, which they "
+            "were trained against, not into its original weights"
         )
     elif method.quantization != "none":
-        said.append(
+        found.append(
             f"the adapter was trained against the base in {method.quantization}; on an "
-            "unquantised base it answers slightly differently"
+            "unquantised base its output differs slightly"
         )
-    held = ["DoRA magnitudes"] if method.lora is not None and method.lora.dora else []
-    held += ["rows of added tokens"] if config.model.add_tokens else []
-    if held and kind == "adapter":
-        said.append(
-            f"the adapter holds {' and '.join(held)}, which vLLM does not load; for vLLM export "
-            "with spec.output.format merged"
+    special = ["DoRA magnitudes"] if method.lora is not None and method.lora.dora else []
+    special += ["rows of added tokens"] if config.model.add_tokens else []
+    if special and kind == "adapter":
+        found.append(
+            f"the adapter contains {' and '.join(special)}, which vLLM does not load; for vLLM "
+            "export with spec.output.format merged"
         )
-    return said
+    return found
 
 
 def _front_matter(config: TrainConfig, facts: CardFacts) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _data(config: TrainConfig, progress: Progress, facts: CardFacts) -> list[tup
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Return what decides the result, without this machine's paths."""
+    """Return the settings that determine the result, without local paths."""
     settings: dict[str, Any] = config.model_dump(
         mode="json",
         by_alias=True,

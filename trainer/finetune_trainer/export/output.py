@@ -1,8 +1,8 @@
-"""Write the trained model for others to load, and refuse to call a broken one finished.
+"""Write the trained model in formats that other programs load, and refuse a broken one.
 
-`rank` calls `check_replaceable` before anything starts, `finishing` calls `export` on rank 0;
-`tryout` has shown by then that the model can be exported. What is written passes its gates in a
-staging folder; only then does it become the output.
+`rank` calls `check_replaceable` first of all, and `finishing` calls `export` on rank 0, after
+`tryout` has shown that the model can be exported. The files must pass checks in a staging folder
+before they become the output.
 """
 
 import json
@@ -17,7 +17,7 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ExportError, OutputNotWritableError, TrainerError
-from finetune_trainer.export.beside import Beside
+from finetune_trainer.export.beside import CompanionFiles
 from finetune_trainer.export.model_card import Kind, notes
 from finetune_trainer.export.publish import (
     files_of_export,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# What an export may write of each kind; which of it exactly is known when it is written.
+# Files that an export may write, by kind. The exact names are known after the write.
 _BESIDE = (
     "README.md",
     "added_tokens.json",
@@ -52,12 +52,12 @@ _PATTERNS: dict[Kind, tuple[str, ...]] = {
 
 
 def check_replaceable(config: TrainConfig) -> None:
-    """Refuse an output folder in which the export would replace a file of somebody else.
+    """Refuse an output folder in which the export would replace a foreign file.
 
-    It goes by the names of what is mostly written; `export` itself checks every file again.
+    This checks the usual file names; `export` checks every file again.
 
     Raises:
-        OutputNotWritableError: names the folder and the file.
+        OutputNotWritableError: a foreign file exists; the message names folder and file.
     """
     output = Path(config.output.dir).absolute()
     found = (
@@ -82,47 +82,52 @@ def export(
 ) -> tuple[str, ...]:
     """Write the formats of `output.format` to `output.dir` and return their folders.
 
-    One format lies directly in `output.dir`, two in `adapter/` and `merged/` below it; the adapter
-    is there before anything is merged, and where merging alone was asked for and fails, it is put
-    into `adapter/`. Weights keep the type they were trained in. `model` is not changed; merging
-    takes a second copy of it.
+    A single format is written directly to `output.dir`; two are written to `adapter/` and `merged/`
+    below it. The adapter is written before the merge starts. If only the merged model was requested
+    and the merge fails, the adapter is written to `adapter/`. Weights retain the dtype of the
+    training. `model` is not changed; merging takes a second copy of it.
 
-    A whole model of more than `max_shard_bytes` is written as several files. `fence` has the output
-    folder. The card reports `progress`; `warn` receives a sentence for what is worth knowing but
-    no failure.
+    Args:
+        model: Trained model.
+        tokenizer: Tokenizer with the template and the tokens of the configuration.
+        config: Configuration of the run.
+        fence: Holds the output folder.
+        progress: Results for the model card.
+        warn: Receives a sentence for each anomaly that is not a failure.
+        max_shard_bytes: Size above which a whole model is written as several files.
 
     Raises:
-        ExportError: the adapter is empty, or cannot be merged so that it answers alike.
+        ExportError: the adapter is empty, or the merged model has different logits.
         TrainerError: the output cannot be written.
-        OutputNotWritableError: a file of somebody else would be replaced.
-        OvertakenError: a later attempt has the output folder.
+        OutputNotWritableError: a foreign file would be replaced.
+        OvertakenError: a later attempt owns the output folder.
     """
     from safetensors import SafetensorError
 
     output = Path(config.output.dir).absolute()
     if base_name(config.model) is None:
         warn(
-            f"the base model's name is not known, so what is exported names {config.model.path}, "
-            "which another machine cannot load; set spec.model.baseName"
+            f"the public name of the base model is unknown, so the export names "
+            f"{config.model.path}, which another machine cannot load; set spec.model.baseName"
         )
-    beside = Beside(tokenizer, config, progress, _data_hash(config, warn))
-    write = _Write(model, beside, fence, warn, max_shard_bytes)
+    companions = CompanionFiles(tokenizer, config, progress, _data_hash(config, warn))
+    write = _Write(model, companions, fence, warn, max_shard_bytes)
     parts = layout(config)
     try:
         for number, (kind, below) in enumerate(parts):
             earlier = files_of_export(output) if number else ()
-            write(kind, below, beside_files=earlier, is_last=number == len(parts) - 1)
+            write(kind, below, earlier_files=earlier, is_last=number == len(parts) - 1)
     except MergeFailedError as error:
-        is_kept = len(parts) == 2
-        if not is_kept:
+        is_saved = len(parts) == 2
+        if not is_saved:
             with suppress(ExportError, OutputNotWritableError, OSError, SafetensorError):
                 earlier = files_of_export(output)
-                write("adapter", "adapter", beside_files=earlier, is_last=False)
-                is_kept = True
-        where = f"the adapter is in {output / 'adapter'}, and" if is_kept else "but"
+                write("adapter", "adapter", earlier_files=earlier, is_last=False)
+                is_saved = True
+        where = f"the adapter is in {output / 'adapter'}, and " if is_saved else ""
         raise ExportError(
-            f"{error}; {where} the last checkpoint is committed: with spec.output.format adapter "
-            "nothing is merged, and nothing trained again"
+            f"{error}; {where}the last checkpoint is committed: set spec.output.format adapter to "
+            "finish without merging or further training"
         ) from error
     except (OSError, SafetensorError) as error:
         raise TrainerError(
@@ -131,7 +136,7 @@ def export(
         ) from error
     except TrainerError:
         raise
-    except Exception as error:  # of a library, and of the same model it would come again
+    except Exception as error:  # of a library; a retry with the same model would fail again
         raise ExportError(
             f"the trained model cannot be exported ({_reason(error)}); the last checkpoint is "
             "committed"
@@ -144,15 +149,15 @@ class _Write:
     """Writes one kind of export and publishes it."""
 
     model: "nn.Module"
-    beside: Beside
+    companions: CompanionFiles
     fence: Fence
     warn: Callable[[str], None]
     max_shard_bytes: int
 
     def __call__(
-        self, kind: Kind, below: str, *, beside_files: Iterable[str], is_last: bool
+        self, kind: Kind, below: str, *, earlier_files: Iterable[str], is_last: bool
     ) -> None:
-        config = self.beside.config
+        config = self.companions.config
         output = Path(config.output.dir).absolute()
         staged = open_staging(output, self.fence.holding(output).claim)
         try:
@@ -162,17 +167,17 @@ class _Write:
                 _write_adapter(cast("PeftModel", self.model), folder, config)
             else:
                 _write_model(self.model, folder, self.max_shard_bytes, self.warn)
-            self.beside.write(kind, folder)
+            self.companions.write(kind, folder)
             for note in notes(config, kind):
                 self.warn(note)
-            step = self.beside.progress.step
-            publish(staged, output, step, self.fence, beside=beside_files, is_last=is_last)
+            step = self.companions.progress.step
+            publish(staged, output, step, self.fence, earlier_files=earlier_files, is_last=is_last)
         finally:
-            shutil.rmtree(staged, ignore_errors=True)  # gone already when it was published
+            shutil.rmtree(staged, ignore_errors=True)  # already gone after `publish`
 
 
 def layout(config: TrainConfig) -> list[tuple[Kind, str]]:
-    """Say which kinds are exported, and to which folders below `output.dir`."""
+    """Return the kinds to export, each with its folder below `output.dir`."""
     if config.output.format == "both":
         return [("adapter", "adapter"), ("model", "merged")]
     return [("adapter" if config.output.format == "adapter" else "model", "")]
@@ -194,8 +199,8 @@ def _write_model(
             probe_logits(model)  # refuses a model that has broken down
         whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
     except (OSError, SafetensorError):
-        raise  # the disk's fault, which another attempt may not meet
-    except Exception as error:  # of peft, of the model's own code, or for want of memory
+        raise  # a disk error, which another attempt may not encounter
+    except Exception as error:  # of peft, of the model's own code, or out of memory
         if not is_adapted:
             raise
         if isinstance(error, ExportError):
@@ -207,7 +212,7 @@ def _write_model(
 
 
 class MergeFailedError(Exception):
-    """The merged model could not be made; the message says why."""
+    """The merged model could not be built; the message states the reason."""
 
 
 def _reason(error: Exception) -> str:
@@ -216,14 +221,14 @@ def _reason(error: Exception) -> str:
 
 
 def _write_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
-    # Rows of added tokens are written with the adapters; "auto" would ask the hub for the base.
+    # Rows of added tokens are saved with the adapters; "auto" would query the hub for the base.
     model.save_pretrained(str(folder), save_embedding_layers=False)
     name_base(folder, config)
     check_adapter(folder)
 
 
 def name_base(folder: Path, config: TrainConfig) -> None:
-    """Write the base model's name, as another machine knows it, into a written adapter."""
+    """Write the public name of the base model into a saved adapter."""
     path = folder / ADAPTER_CONFIG
     base = base_name(config.model) or config.model.path
     settings = json.loads(path.read_text()) | {"base_model_name_or_path": base}
@@ -231,7 +236,7 @@ def name_base(folder: Path, config: TrainConfig) -> None:
 
 
 def check_adapter(folder: Path) -> None:
-    """Read a written adapter back and refuse one that would change nothing.
+    """Read a saved adapter back and refuse it if it has no effect.
 
     Raises:
         ExportError: it has no tensors, its B matrices are all zero, or a value is not finite.
@@ -253,13 +258,13 @@ def check_adapter(folder: Path) -> None:
     up = [tensor for name, tensor in tensors.items() if "lora_B" in name]
     if not any(bool(tensor.any()) for tensor in up):
         raise ExportError(
-            "the adapter is all zero: training changed nothing, so it is not exported; check "
+            "the adapter is all zero because training had no effect, so it is not exported; check "
             "spec.training.learningRate and that the rows have labels"
         )
 
 
 def _data_hash(config: TrainConfig, warn: Callable[[str], None]) -> str | None:
-    """Hash the training rows once more; the export does not fail for want of it."""
+    """Hash the training rows again; on failure, warn and return None."""
     from finetune_trainer.data.source import open_rows
 
     cache = Path(config.data.cache_dir)

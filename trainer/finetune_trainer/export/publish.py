@@ -1,9 +1,9 @@
-"""Put the files of a finished export in the place of an older one's.
+"""Publish a finished export, and delete the files of an older export.
 
-`export` calls it. Everything is written into a staging folder in the output first; then the files
-move in one by one, and the record that says the export is whole comes last. Only what an earlier
-export wrote is ever replaced or deleted. Loaders want fixed names, so unlike a checkpoint an export
-cannot carry its writer's claim: the fence is asked before each file.
+`export` calls it. All files are written to a staging folder in the output first. Then they are
+moved one by one, and the record that marks the export as complete is moved last. Only files of an
+earlier export are replaced or deleted. Loaders need fixed names, so unlike a checkpoint an export
+cannot contain its writer's claim: the fence is checked before each file.
 """
 
 import os
@@ -26,45 +26,45 @@ _STAGING = re.compile(rf"\.export-{TAG}")
 
 
 class ExportRecord(ContractModel):
-    """What an export wrote, beside it: which files are ours to replace."""
+    """Record of the files of an export, which a later export may replace."""
 
     job: JobRef
     step: int
     files: tuple[str, ...]
     is_whole: bool = Field(
-        True, description="False while files are moved in, and where a part never came."
+        True, description="False while files are moved in, and if a part is missing."
     )
 
 
 def refuse_foreign(output: Path, names: Iterable[str]) -> None:
     """Refuse to replace a file in `output` that no earlier export recorded.
 
-    `names` are the paths relative to it that an export would write; most need not be there.
+    `names` are the relative paths that an export would write; most of them need not exist.
 
     Raises:
-        OutputNotWritableError: names the first such file.
+        OutputNotWritableError: there is such a file; the message names the first one.
     """
     record = _record(output)
     ours = {RECORD, *(record.files if record else ())}
     foreign = sorted(name for name in names if name not in ours and os.path.lexists(output / name))
     if foreign:
         raise OutputNotWritableError(
-            f"spec.output.uri {output} holds {foreign[0]}, which no earlier export wrote and this "
-            "one would replace; move it away or set another spec.output.uri"
+            f"spec.output.uri {output} contains {foreign[0]}, which no earlier export wrote and "
+            "this one would replace; move it away or set another spec.output.uri"
         )
 
 
 def job_of_export(output: Path) -> JobRef | None:
-    """Return the job whose export lies in `output`; None without any."""
+    """Return the job whose export is in `output`; None if there is no export."""
     record = _record(output)
     return record.job if record else None
 
 
 def open_staging(output: Path, claim: Claim) -> Path:
-    """Return a new empty folder in `output`; what exports with a lower claim left there is deleted.
+    """Return a new empty folder in `output`; delete leftovers of exports with a lower claim.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     for left in output.glob(".export-*"):
         match = _STAGING.fullmatch(left.name)
@@ -75,7 +75,7 @@ def open_staging(output: Path, claim: Claim) -> Path:
 
 
 def files_of_export(output: Path) -> tuple[str, ...]:
-    """Return what exports have written into `output`, by paths relative to it."""
+    """Return the relative paths of the files in `output` that exports have written."""
     record = _record(output)
     return record.files if record else ()
 
@@ -86,30 +86,38 @@ def publish(
     step: int,
     fence: Fence,
     *,
-    beside: Iterable[str] = (),
+    earlier_files: Iterable[str] = (),
     is_last: bool = True,
 ) -> None:
-    """Make `staged` durable and move its files to `output`; `staged` is gone afterwards.
+    """Sync `staged` to disk, move its files to `output`, and delete `staged`.
 
-    Of an older export nothing stays but what `beside` names, and files that are nobody's export do.
-    Killed on the way, the folder holds files of both, which its record says: the next attempt
-    completes it. The record says so, too, until the last part of an export is there. They have the
-    mode of all files that this process creates.
+    All files of an older export are deleted except `earlier_files`; foreign files remain. If the
+    process is killed midway, the folder has files of both exports, and the record marks it as
+    incomplete: the next attempt completes it. The record also marks an export as incomplete until
+    its last part is written. The files have the mode of all files that this process creates.
+
+    Args:
+        staged: Folder from `open_staging` with the new files.
+        output: Folder of the export.
+        step: Step of the weights.
+        fence: Holds `output`.
+        earlier_files: Relative paths of an earlier part of the same export.
+        is_last: Whether this is the last part.
 
     Raises:
-        OvertakenError: `fence` says before one of the files that this process must leave.
-        OutputNotWritableError: `output` holds a file of the same name that is not ours.
+        OvertakenError: the check before a file found a higher claim.
+        OutputNotWritableError: `output` has a foreign file of the same name.
         OSError: the disk is full or fails.
     """
     holding = fence.holding(output)
-    time.sleep(2 * holding.pace.lag_seconds)  # a stop breaks it off, as the whole export
+    time.sleep(2 * holding.pace.lag_seconds)  # a stop interrupts it, and with it the export
     files = _files_in(staged)
     refuse_foreign(output, files)
-    kept = sorted({*files, *beside})
+    kept = sorted({*files, *earlier_files})
     stale = set(files_of_export(output)) - set(kept)
     job = holding.wanted.job
     done = ExportRecord(job=job, step=step, files=tuple(kept), is_whole=is_last)
-    # Killed on the way, all that lies there by then is still known as ours by the next attempt.
+    # If the process is killed midway, the next attempt finds every file in this record.
     half = done.model_copy(update={"files": (*kept, *sorted(stale)), "is_whole": False})
     records = staged / ".half", staged / ".whole"
     for path, record in zip(records, (half, done), strict=True):
@@ -143,4 +151,4 @@ def _record(folder: Path) -> ExportRecord | None:
     try:
         return ExportRecord.read(folder / RECORD)
     except (OSError, ValidationError):
-        return None  # no export of ours, so nothing in it is ours to delete
+        return None  # not an export, so no file in it may be deleted

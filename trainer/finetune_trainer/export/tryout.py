@@ -1,8 +1,8 @@
-"""Try the export before training: build all of it but the numbers.
+"""Try the export before training: build everything except the weights.
 
-`rank` calls it on rank 0 once the model is loaded and adapted. Class, attention, adapters, names
-and shapes, the form in which weights are saved, configuration, tokenizer and card are those of the
-end; nothing of them depends on what is learned, so what fails here would fail after the training.
+`rank` calls it on rank 0 once the model is loaded and adapted. Class, attention, adapters, names,
+shapes, weight format, configuration, tokenizer and card are the same as after the training and do
+not depend on the weights, so an error here would also occur after the training.
 """
 
 import copy
@@ -17,8 +17,8 @@ import torch
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.export.beside import Beside
-from finetune_trainer.export.merge import built_anew
+from finetune_trainer.export.beside import CompanionFiles
+from finetune_trainer.export.merge import rebuilt
 from finetune_trainer.export.output import layout, name_base
 from finetune_trainer.model.adapters import adapt
 from finetune_trainer.model.loss import base_of
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 def try_export(
     model: "nn.Module", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig
 ) -> None:
-    """Build what `export` would write of `model`, without weights, in a folder that is deleted.
+    """Build the files of an export of `model`, without weights, in a temporary folder.
 
-    Neither the model nor any random number of the run changes.
+    Neither the model nor the random numbers of the run change.
 
     Raises:
-        ConfigError: it cannot be built; the sentence says of which format and why.
+        ConfigError: the export cannot be built; the message states the format and the reason.
         TrainerError: there is no room for temporary files.
     """
-    beside = Beside(tokenizer, config, Progress(), None)
+    companions = CompanionFiles(tokenizer, config, Progress(), None)
     for kind, _ in layout(config):
         try:
             with (
@@ -49,23 +49,23 @@ def try_export(
                 torch.no_grad(),
                 warnings.catch_warnings(),
             ):
-                warnings.simplefilter("ignore")  # the real one will say it
+                warnings.simplefilter("ignore")  # the real export will show them
                 if kind == "adapter":
                     _try_adapter(cast("PeftModel", model), Path(folder), config)
                 else:
                     _try_model(model, Path(folder))
-                beside.write(kind, Path(folder))
+                companions.write(kind, Path(folder))
         except TrainerError:
             raise
-        except Exception as error:  # of any library: it would come again, after the training
+        except Exception as error:  # of any library: it would occur again after the training
             if isinstance(error, OSError) and error.errno is not None:
                 raise TrainerError(
-                    f"the export cannot be tried out ({error}); make room for temporary files, or "
-                    "set TMPDIR to a folder that has some"
+                    f"the export cannot be tested ({error}); make room for temporary files, or "
+                    "set TMPDIR to a folder on a disk with free space"
                 ) from error
             if is_out_of_memory(error):
                 raise
-            raise ConfigError(_sentence(kind, base_of(model), config, error)) from error
+            raise ConfigError(_failure_message(kind, base_of(model), config, error)) from error
 
 
 def _try_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
@@ -89,15 +89,15 @@ def _try_model(model: "nn.Module", folder: Path) -> None:
         whole = _empty(cast("PreTrainedModel", model))
     whole.config.save_pretrained(folder)
     whole.generation_config.save_pretrained(folder)
-    # What `save_pretrained` makes of the weights before it writes them; as a whole it would import
-    # DeepSpeed, for a second and for good.
+    # The conversions of `save_pretrained` before it writes; a call of it would import DeepSpeed,
+    # which takes a second and changes the process permanently.
     state = remove_tied_weights_from_state_dict(whole.state_dict(), whole)
     if not revert_weight_conversion(whole, state):
         raise ValueError("it would have no weights")
 
 
 def _empty_copy(model: "PeftModel") -> "PeftModel":
-    """Build base and adapters anew without weights, as merging does with them."""
+    """Rebuild base and adapters without weights; `merge` does the same with weights."""
     with torch.device("meta"):
         plain = _empty(cast("PreTrainedModel", model.get_base_model()))
         empty = adapt(plain, copy.deepcopy(model.peft_config["default"]))
@@ -107,8 +107,8 @@ def _empty_copy(model: "PeftModel") -> "PeftModel":
         trained: Any = getattr(model.get_submodule(owner), leaf)
         if not is_quantised and trained.shape != tensor.shape:
             raise ValueError(
-                f"{name} is {tuple(trained.shape)} in the model that is trained, and "
-                f"{tuple(tensor.shape)} in one built from its configuration"
+                f"{name} has shape {tuple(trained.shape)} in the trained model, and "
+                f"{tuple(tensor.shape)} in a model built from its configuration"
             )
     return empty
 
@@ -117,10 +117,10 @@ def _empty(base: "PreTrainedModel") -> "PreTrainedModel":
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=True):
-        return built_anew(base, base.dtype).to("meta")
+        return rebuilt(base, base.dtype).to("meta")
 
 
-def _sentence(kind: str, base: Any, config: TrainConfig, error: Exception) -> str:
+def _failure_message(kind: str, base: Any, config: TrainConfig, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     what = "the adapter" if kind == "adapter" else "the whole model"
