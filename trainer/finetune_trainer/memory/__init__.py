@@ -1,1 +1,1 @@
-"""What a run takes of memory, by formula and by trace, and whether it is there."""
+"""Compute the memory of a run by formula, and check that it is available."""

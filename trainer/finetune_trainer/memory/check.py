@@ -1,8 +1,8 @@
-"""Refuse a model that does not fit before any of its weights is loaded, and say what would.
+"""Refuse a model that does not fit before its weights are loaded, and suggest a change that fits.
 
-Called by `rank`, on GPUs. The capacity is a parameter, so everything here runs without one. An
-estimate by formula refuses only what the formula says cannot fit; ZeRO, whose engine has buffers of
-its own, and models whose layers are of unknown kind are left to the device.
+Called by `rank`, on GPUs. The capacity is a parameter, so this module runs without a GPU. The
+formula refuses only configurations that it knows to be too large. ZeRO, whose engine has buffers
+of its own, and models with layers of an unknown kind are not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,18 +20,20 @@ ShapeOf = Callable[[TrainConfig], ModelShape]
 def refuse_what_does_not_fit(
     config: TrainConfig, free: int, *, row_tokens: int, shape_of: ShapeOf | None = None
 ) -> Peak | None:
-    """Compare the peak of a step with the bytes that are free, and return it where it fits.
-
-    None says that it is not known.
+    """Compare the peak of a step with the free memory, and return the peak if it fits.
 
     Args:
-        config: With every choice made.
+        config: Configuration without any `auto`.
         free: Bytes that this rank may take of its device.
-        row_tokens: Of the longest row, padding counted.
+        row_tokens: Tokens of the longest row, including padding.
         shape_of: Reads the shape of a configuration's model; by default from its `config.json`.
 
+    Returns:
+        The peak; None if it is unknown.
+
     Raises:
-        ConfigError: names the peak, its largest component and the cheapest change that fits.
+        ConfigError: the step does not fit; the message states the peak, its largest component and
+            the cheapest change that fits.
     """
     if config.strategy.type.startswith("zero"):
         return None
@@ -43,7 +45,7 @@ def refuse_what_does_not_fit(
 
 
 def read_shape_of(config: TrainConfig) -> ModelShape:
-    """Build the configuration's model without weights, adapters included, and read its shape."""
+    """Build the model of a configuration without weights, with adapters, and read its shape."""
     import torch
 
     from finetune_trainer.model.adapters import choose_trained
@@ -51,7 +53,7 @@ def read_shape_of(config: TrainConfig) -> ModelShape:
     from finetune_trainer.model.load import load_model
     from finetune_trainer.model.loss import base_of
 
-    # Quantised layers would be made on a device: the formula knows what they take.
+    # Quantised layers need a device; the formula has their size.
     plain = config.method.model_copy(update={"quantization": "none"})
     model = load_model(config.model_copy(update={"method": plain}), torch.device("meta"))
     adapted = choose_trained(model, config)
@@ -63,7 +65,7 @@ _BITS = {"none": 0, "nf4": 4, "int8": 8}
 
 
 class _Shapes:
-    """Shapes that were read, by what they depend on."""
+    """Cache of shapes, keyed by the settings that they depend on."""
 
     def __init__(self, read: ShapeOf) -> None:
         self._read = read
@@ -78,7 +80,7 @@ class _Shapes:
 
 
 def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield what takes less memory, by what it costs: first time, then numbers, then the method."""
+    """Yield changes that save memory, cheapest first: speed, then numerics, then the method."""
     strategy, training = config.strategy, config.training
     if not training.fused_head:
         yield "spec.training.fusedHead true", _with(config, "training", fused_head=True)
@@ -117,7 +119,7 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _refusal(config: TrainConfig, peak: Peak, free: int, shapes: _Shapes, row_tokens: int) -> str:
-    said = (
+    problem = (
         f"spec.training: a step of this model takes {_gib(peak.nbytes)} of a GPU's memory at its "
         f"peak ({peak.moment}), of which {peak.largest} take {_gib(peak.parts[peak.largest])}, and "
         f"{_gib(free)} are free"
@@ -125,15 +127,15 @@ def _refusal(config: TrainConfig, peak: Peak, free: int, shapes: _Shapes, row_to
     for change, cheaper in changes(config):
         least = shapes.peak(cheaper, row_tokens).nbytes
         if least <= free:
-            helps = f"the cheapest change that fits is {change} ({_gib(least)})"
+            advice = f"the cheapest change that fits is {change} ({_gib(least)})"
             break
     else:
-        helps = "no single setting makes it fit: use more or larger GPUs, or a smaller model"
-    return f"{said}; {helps}; spec.training.checkMemory false starts all the same"
+        advice = "no single setting makes it fit: use more or larger GPUs, or a smaller model"
+    return f"{problem}; {advice}; spec.training.checkMemory false starts anyway"
 
 
 def _adapted(config: TrainConfig, kind: str) -> TrainConfig:
-    """Return it with adapters of the default size, or those it has, on a base that is frozen."""
+    """Return the configuration with a frozen base and its adapters, or adapters of default size."""
     from finetune_trainer.config import LoraSettings, MethodConfig
 
     method = MethodConfig.model_validate(

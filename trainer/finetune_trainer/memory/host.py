@@ -1,7 +1,7 @@
-"""Pinned memory of the host, looked at before it is taken: nothing can be swapped out of it.
+"""Check that pinned host memory is available before it is allocated: it cannot be swapped out.
 
-The checkpoint store asks for the copies that it stages, FSDP for parameters that it offloads. A
-container is killed at its cgroup's limit, without a word, long before the node runs out.
+The checkpoint store checks its staging copies, and FSDP its offloaded parameters. The kernel kills
+a container at its cgroup's limit without a message, long before the node runs out of memory.
 """
 
 import math
@@ -20,9 +20,9 @@ _EXACT = "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1"
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that may still be taken: free on the node, and within the cgroup's limit.
+    """Return the bytes available to this process: free on the node and within the cgroup's limit.
 
-    Of what the cgroup is charged for, the kernel gives back files that nobody uses.
+    Inactive file cache counts as free, because the kernel reclaims it.
     """
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     free = next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
@@ -45,7 +45,7 @@ def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
     """Return the bytes of this rank's part of `state` that are copied into pinned memory.
 
-    Only those on `device` are: what is in host memory is copied into ordinary memory.
+    These are the tensors on `device`; tensors in host memory are copied into pageable memory.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -60,10 +60,10 @@ def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
 
 
 def pinned_nbytes(nbytes: int, settings: str = "") -> int:
-    """Return the bytes that torch pins for one tensor: a power of two, up to twice what is asked.
+    """Return the bytes that torch pins for one tensor: the next power of two, up to twice its size.
 
-    `settings` are those of its allocator; `pinned_max_round_threshold_mb` there ends it above so
-    many MiB.
+    `settings` are the allocator's; `pinned_max_round_threshold_mb` in them disables the rounding
+    above that many MiB.
     """
     found = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
     if nbytes == 0 or (found and nbytes > int(found[1]) * 2**20):
@@ -72,23 +72,23 @@ def pinned_nbytes(nbytes: int, settings: str = "") -> int:
 
 
 def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:
-    """Refuse to pin `size` bytes for each rank of a node where fewer than all of them are free.
+    """Refuse to pin `size` bytes for each rank of a node if the node has less free memory.
 
     Raises:
-        ConfigError: says how much is wanted and free, and what would help.
+        ConfigError: the message states the requested and the free memory, and remedies.
     """
-    wanted = size * ranks_on_node
-    if wanted <= free:
+    needed = size * ranks_on_node
+    if needed <= free:
         return
-    helps = (
+    advice = (
         "spec.checkpoint.enabled false" if "checkpoint" in what else "spec.strategy.offload none"
     )
     raise ConfigError(
-        f"spec.resources: {what} takes {_gib(wanted)} of pinned host memory on each node "
+        f"spec.resources: {what} takes {_gib(needed)} of pinned host memory on each node "
         f"({ranks_on_node} ranks x {_gib(size)}), of which {_gib(free)} are free within the limit "
-        f"of the container. torch pins a power of two for each tensor, which {_EXACT} in the "
-        "environment ends for large ones; use nodes or limits with more memory, more nodes with a "
-        f"strategy that shards, or {helps}"
+        f"of the container. torch rounds each pinned tensor up to a power of two: set {_EXACT} "
+        "in the environment to disable that for large ones, use nodes or limits with more memory, "
+        f"more nodes with a strategy that shards, or {advice}"
     )
 
 

@@ -1,13 +1,13 @@
-"""Bytes of what the optimizer keeps of one parameter. Called by `peak`."""
+"""Compute the bytes of the optimizer state of one parameter. Called by `peak`."""
 
 from finetune_trainer.memory.shape import Weight
 
-# Of 8-bit moments, as `strategies.blockwise` has them.
+# Block lengths of 8-bit moments; `strategies.blockwise` has the same.
 _LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
 
 
 def moment_nbytes(weight: Weight, shards: int, optimizer: str) -> int:
-    """Return the bytes of two moments and the step count of a rank's share of a parameter."""
+    """Return the bytes of both moments and the step count for a rank's share of a parameter."""
     share = weight.shard_nbytes(shards)
     if optimizer == "adamw":
         return 2 * share + 4
@@ -18,7 +18,7 @@ def moment_nbytes(weight: Weight, shards: int, optimizer: str) -> int:
 
 
 def block_of(weight: Weight) -> int | None:
-    """Return how many elements share a scale of an 8-bit moment; None where it stays in fp32."""
+    """Return the number of elements per scale of an 8-bit moment; None if the moment is fp32."""
     width = weight.count // weight.rows
     lengths = range(min(_LONGEST_BLOCK, width), _SHORTEST_BLOCK - 1, -1)
     return next((length for length in lengths if width % length == 0), None)

@@ -1,11 +1,9 @@
-"""The memory that a rank's step takes at its peak, by component: arithmetic, without a device.
+"""Compute the peak memory of a step on one rank, by component; no device is needed.
 
-A step has few moments that can be the highest, and the peak is the largest of them: the head, its
-gradient, the backward pass of the last and of the first layer, the embedding's gradient, and the
-optimizer; under FSDP also those where embedding and head are gathered. What
-is alive at each follows from what autograd keeps (derived below, product by product), from how the
-engine shards and from what is recomputed. `test_memory_peak.py` holds it against a trace
-of the trainer's own step.
+Only a few moments of a step can be the peak: the head, its gradient, the backward pass of the last
+and of the first layer, the embedding's gradient, and the optimizer; under FSDP also the gathering
+of embedding and head. The live tensors follow from what autograd saves (derived below, product by
+product), from sharding and recomputation. `test_memory_peak.py` compares with a trace.
 """
 
 from collections.abc import Mapping
@@ -27,17 +25,17 @@ COMPONENTS = (
     "logits",
 )
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-CHUNK_BYTES = 2**29  # of the head's logits, as `fused_head` has it on a GPU
+CHUNK_BYTES = 2**29  # of the head's logits; `fused_head` uses the same size on a GPU
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank at the highest moment of a step.
+    """Memory on one rank at the peak of a step.
 
     Attributes:
-        moment: Which one it is.
+        moment: Name of the moment.
         parts: Bytes by component, of `COMPONENTS`.
-        others: Bytes of every other moment, by name.
+        moments: Bytes of every moment, by name.
     """
 
     moment: str
@@ -51,44 +49,44 @@ class Peak:
 
     @property
     def static(self) -> int:
-        """Bytes that are there between two steps."""
+        """Bytes that are allocated between two steps."""
         return sum(self.parts[name] for name in ("parameters", "buffers", "moments"))
 
     @property
     def largest(self) -> str:
-        """The component that takes most."""
+        """The largest component."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
 def step_peak(shape: ModelShape, config: TrainConfig, *, tokens: int | None = None) -> Peak:
     """Return the peak of a step of `config` on each rank.
 
-    Where the strategy decides by free memory what stays whole, it is counted as not kept.
+    If the strategy decides by free memory whether tensors stay unsharded, they count as sharded.
 
     Args:
-        shape: Of the model, as it will be trained.
-        config: Names method, strategy, precision, batch and world.
-        tokens: Of a micro-batch; `micro_batch_size * max_seq_len` by default.
+        shape: Shape of the model with its trained parameters.
+        config: Method, strategy, precision, batch and world.
+        tokens: Tokens of a micro-batch; `micro_batch_size * max_seq_len` by default.
     """
     rows = config.training.micro_batch_size * config.data.max_seq_len
     return _Step(shape, config, tokens or rows).peak()
 
 
 class _Step:
-    """One step of one rank; every method returns bytes."""
+    """A step of one rank; every method returns bytes."""
 
     def __init__(self, shape: ModelShape, config: TrainConfig, tokens: int) -> None:
         self.shape, self.config, self.tokens = shape, config, tokens
         strategy, training = config.strategy, config.training
-        self.narrow = _BYTES[training.precision]
-        self.wide = max(4, self.narrow)
+        self.item_size = _BYTES[training.precision]
+        self.sum_size = max(4, self.item_size)
         self.is_sharded = strategy.type == "fsdp"
         self.shards = config.world.world_size // strategy.replicas if self.is_sharded else 1
-        # FSDP computes in copies of its own; elsewhere autocast narrows what is wide.
-        self.is_autocast = not self.is_sharded and self.narrow < min(4, shape.head_itemsize)
-        self.residual = self.narrow if self.is_sharded else shape.head_itemsize
+        # FSDP computes in its own low-precision copies; other strategies use autocast.
+        self.is_autocast = not self.is_sharded and self.item_size < min(4, shape.head_itemsize)
+        self.residual = self.item_size if self.is_sharded else shape.head_itemsize
         self.optimizer = training.optimizer
-        self.how = strategy.activation_checkpointing
+        self.recompute = strategy.activation_checkpointing
         self.accumulates = config.gradient_accumulation_steps > 1
 
     def peak(self) -> Peak:
@@ -103,7 +101,7 @@ class _Step:
         if self.is_sharded:
             moments |= {
                 "embedding is gathered": self.at_gathering(shape.embedding or shape.others, 0),
-                "head is gathered": self.at_gathering(shape.head, self.kept_by_layers()),
+                "head is gathered": self.at_gathering(shape.head, self.saved_by_layers()),
                 "head's gradient": self.at_head_gradient(),
             }
         sums = {name: sum(parts.values()) for name, parts in moments.items()}
@@ -111,7 +109,7 @@ class _Step:
         parts = {name: moments[highest].get(name, 0) for name in COMPONENTS}
         return Peak(highest, parts, sums)
 
-    # ---- what is always there
+    # ---- always allocated
 
     def static(self) -> dict[str, int]:
         if self.config.strategy.offload == "cpu":
@@ -129,14 +127,14 @@ class _Step:
         return sum(w.shard_nbytes(self.shards) for w in self.shape.weights if w.is_trained)
 
     def whole_gradients(self) -> int:
-        """FSDP's sums over micro-batches, in fp32 and on each rank, where they are kept."""
+        """Sum FSDP's unsharded fp32 gradients over micro-batches, if the strategy retains them."""
         keeps = self.config.strategy.reduce_each_micro_batch is False
         if not (self.is_sharded and keeps and self.accumulates):
             return 0
-        return _trained(self.shape.weights) * self.wide
+        return _trained(self.shape.weights) * self.sum_size
 
     def earlier_gradients(self) -> dict[str, int]:
-        """Gradients that are there before the last micro-batch's backward."""
+        """Gradients that exist before the backward pass of the last micro-batch."""
         if self.whole_gradients():
             return {"whole gradients": self.whole_gradients()}
         has_buckets = self.config.strategy.type == "ddp" and self.config.world.world_size > 1
@@ -145,11 +143,11 @@ class _Step:
     # ---- moments
 
     def at_gathering(self, weights: tuple[Weight, ...], activations: int) -> dict[str, int]:
-        """FSDP gathers into a buffer, and copies from there; the layer before has left one, too."""
+        """FSDP gathers into a buffer and copies from it; the previous layer's buffer remains."""
         return {
             **self.static(),
             **self.earlier_gradients(),
-            "gathered layers": self.gathered(layers=0) + self.buffer + 2 * self.wholes(weights),
+            "gathered layers": self.gathered(layers=0) + self.buffer + 2 * self.full(weights),
             "activations": activations,
         }
 
@@ -159,18 +157,18 @@ class _Step:
             **self.earlier_gradients(),
             "autocast copies": self.copies_of_layers() + self.head_copy(),
             "gathered layers": self.gathered(layers=0, head=True) + self.buffer,
-            "activations": self.kept_by_layers() + self.beside_layers(),
+            "activations": self.saved_by_layers() + self.outside_layers(),
             "logits": self.head(self.tokens, self.shape.hidden),
         }
 
     def at_head_gradient(self) -> dict[str, int]:
-        """FSDP divides the head's gradient among the ranks before the last layer's backward."""
-        whole = _trained(self.shape.head) * (self.narrow + self.wide)
+        """FSDP reduce-scatters the head's gradient before the last layer's backward."""
+        whole = _trained(self.shape.head) * (self.item_size + self.sum_size)
         return {
             **self.static(),
             **self.earlier_gradients(),
             "gathered layers": self.gathered(layers=1) + whole,
-            "activations": self.kept_by_layers(),
+            "activations": self.saved_by_layers(),
             "logits": self.head_gradient(),
         }
 
@@ -182,7 +180,7 @@ class _Step:
             **self.earlier_gradients(),
             "autocast copies": self.copies_in_backward(len(self.shape.layers)),
             "gathered layers": gathered,
-            "activations": self.kept_by_layers() + self.in_backward(layer),
+            "activations": self.saved_by_layers() + self.in_backward(layer),
             "logits": self.head_gradient(),
         }
 
@@ -191,7 +189,7 @@ class _Step:
         gradients = self.earlier_gradients() | (
             {} if self.whole_gradients() else {"gradients": self.gradients()}
         )
-        if not self.is_sharded and self.shape.head_trained:  # the head's comes with the embedding's
+        if not self.is_sharded and self.shape.head_trained:  # counted at the embedding's gradient
             own = self.shape.vocabulary * self.shape.hidden * self.shape.head_itemsize
             gradients["gradients"] -= (not self.accumulates) * own * (2 - self.shape.is_tied)
         return {
@@ -199,7 +197,7 @@ class _Step:
             **gradients,
             "autocast copies": self.copies_in_backward(1),
             "gathered layers": self.gathered(layers=1) + self.gradients_of_layer(layer),
-            "activations": self.kept(layer) + self.in_backward(layer),
+            "activations": self.saved(layer) + self.in_backward(layer),
             "logits": self.head_gradient(),
         }
 
@@ -212,10 +210,10 @@ class _Step:
             return parts
         size = shape.vocabulary * shape.hidden
         if self.is_sharded:
-            # Whole weights are gone before their gradients, as computed, are put together in fp32.
+            # Unsharded weights are freed before the gradients are copied to fp32 for the reduction.
             tables = 1 if shape.is_tied or shape.head else 2
-            parts["gathered layers"] = size * tables * (self.wide + self.narrow)
-        elif shape.is_tied:  # the embedding's own, and its sum with the head's
+            parts["gathered layers"] = size * tables * (self.sum_size + self.item_size)
+        elif shape.is_tied:  # the embedding's gradient, and its sum with the head's
             parts["logits"] = 2 * size * shape.head_itemsize
         elif self.accumulates:
             parts["logits"] = size * shape.head_itemsize
@@ -226,102 +224,103 @@ class _Step:
 
     # ---- activations
 
-    def kept_by_layers(self) -> int:
+    def saved_by_layers(self) -> int:
         layers, is_tied = self.shape.layers, self.shape.is_tied
         trained = [index for index, layer in enumerate(layers) if _trained(layer.weights)]
         first = min(trained, default=len(layers))
-        return sum(map(self.kept, layers[0 if self.shape.head_trained and is_tied else first :]))
+        return sum(map(self.saved, layers[0 if self.shape.head_trained and is_tied else first :]))
 
-    def kept(self, layer: Layer) -> int:
-        """Return the bytes that a layer retains from forward to backward."""
-        if self.how == "full":
+    def saved(self, layer: Layer) -> int:
+        """Return the bytes that a layer saves for backward."""
+        if self.recompute == "full":
             return self.tokens * self.shape.hidden * self.residual
-        if self.how == "selective":
-            return self.kept_selectively(layer)
-        return self.kept_whole(layer)
+        if self.recompute == "selective":
+            return self.saved_selective(layer)
+        return self.saved_in_full(layer)
 
-    def kept_selectively(self, layer: Layer) -> int:
-        """Its input, what attention saves, and results of products: of frozen ones, or of all.
+    def saved_selective(self, layer: Layer) -> int:
+        """Return the bytes of a layer's input, attention's saved tensors, and product results.
 
-        Layers that are not compiled compute products with a trained weight again.
+        Compiled layers retain the results of all products, others only of frozen weights: they
+        recompute products with a trained weight.
         """
         each = self.shape.hidden * self.residual + 4 * self.shape.heads
         if layer.out_of_attention is not None:
-            each += layer.out_of_attention.inputs * self.narrow
-            each += sum(p.outputs for p in layer.into_attention) * self.narrow
+            each += layer.out_of_attention.inputs * self.item_size
+            each += sum(p.outputs for p in layer.into_attention) * self.item_size
         for product in self.products(layer):
             if self.config.training.compile or not product.is_trained:
-                each += product.outputs * self.narrow
-        return min(self.tokens * each, self.kept_whole(layer))
+                each += product.outputs * self.item_size
+        return min(self.tokens * each, self.saved_in_full(layer))
 
-    def kept_whole(self, layer: Layer) -> int:
-        """Everything that autograd keeps of a layer when nothing is recomputed."""
+    def saved_in_full(self, layer: Layer) -> int:
+        """Return the bytes that autograd saves for a layer without recomputation."""
         if not layer.is_known:
             return self.tokens * self.shape.hidden * self.residual
         if self.config.training.compile:
-            return self.kept_compiled(layer)
+            return self.saved_compiled(layer)
         attention, mlp = layer.out_of_attention, layer.out_of_mlp
         assert attention is not None, "a known layer has both"
         assert mlp is not None, "a known layer has both"
-        narrow, hidden = self.narrow, self.shape.hidden
+        size, hidden = self.item_size, self.shape.hidden
         each = layer.norms * self.norm(hidden, is_trained=layer.norms_trained)
         each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
-        each += sum(p.outputs for p in layer.into_attention) * narrow  # rotated, and values
+        each += sum(p.outputs for p in layer.into_attention) * size  # rotated, and values
         each += sum(self.norm(w, is_trained=layer.norms_trained) for w in layer.head_norms)
-        each += attention.inputs * narrow + 4 * self.shape.heads  # result and its logsumexp
+        each += attention.inputs * size + 4 * self.shape.heads  # result and its logsumexp
         gates = sum(p.outputs for p in layer.into_mlp)
         # the gate's input and result, the other factor, and their product
-        each += (gates + 2 * mlp.inputs if gates >= 2 * mlp.inputs else gates + mlp.inputs) * narrow
+        each += (gates + 2 * mlp.inputs if gates >= 2 * mlp.inputs else gates + mlp.inputs) * size
         each += sum(self.adapter(p) for p in self.products(layer))
         return self.tokens * each
 
-    def kept_compiled(self, layer: Layer) -> int:
-        """Return the least that a compiler retains: results of products and attention, residuals.
+    def saved_compiled(self, layer: Layer) -> int:
+        """Return the minimum that compiled code retains: product results, attention, residuals.
 
-        What is elementwise it may recompute inside its kernels; what it does is not traced here.
+        The compiler may recompute elementwise operations in its kernels. That is not modelled.
         """
         each = layer.norms * self.shape.hidden * self.residual + 4 * self.shape.heads
-        each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.narrow
+        each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.item_size
         if layer.out_of_attention is not None:
-            each += layer.out_of_attention.inputs * self.narrow
+            each += layer.out_of_attention.inputs * self.item_size
         return self.tokens * (each + sum(self.adapter(p) for p in self.products(layer)))
 
     def norm(self, width: int, *, is_trained: bool) -> int:
-        """RMSNorm of a token: its input in fp32, and with a trained weight what that multiplies."""
+        """Return an RMSNorm's bytes per token: fp32 input, and the weight's input if trained."""
         return width * (max(4, self.residual) + is_trained * self.residual) + 4
 
     def inputs_of(self, products: tuple[Product, ...]) -> int:
-        """Return what products retain of an input: under autocast a copy each, else one for all."""
-        kept = [p.inputs for p in products if p.keeps_input]
-        if not kept:
+        """Return the bytes of inputs that products retain: under autocast a copy each, else one."""
+        saved = [p.inputs for p in products if p.keeps_input]
+        if not saved:
             return 0
-        if self.is_autocast and self.residual > self.narrow:
-            return sum(kept) * self.narrow
-        return kept[0] * self.residual
+        if self.is_autocast and self.residual > self.item_size:
+            return sum(saved) * self.item_size
+        return saved[0] * self.residual
 
     def adapter(self, product: Product) -> int:
-        return product.rank * self.narrow
+        return product.rank * self.item_size
 
     def products(self, layer: Layer) -> tuple[Product, ...]:
         ends = tuple(p for p in (layer.out_of_attention, layer.out_of_mlp) if p is not None)
         return (*layer.into_attention, *layer.into_mlp, *ends)
 
     def in_backward(self, layer: Layer) -> int:
-        """Return what a layer's backward needs besides: recomputed values and gradients."""
+        """Return the additional bytes of a layer's backward: recomputed values and gradients."""
         mlp = layer.out_of_mlp
-        again = self.kept_whole(layer) if self.how != "none" else 0
-        hidden = self.tokens * self.shape.hidden * (self.residual + self.narrow)
-        wide = 0 if mlp is None else 2 * mlp.inputs * self.narrow * self.tokens
-        return again + hidden + wide + self.dequantized(layer)
+        recomputed = self.saved_in_full(layer) if self.recompute != "none" else 0
+        hidden = self.tokens * self.shape.hidden * (self.residual + self.item_size)
+        gates = 0 if mlp is None else 2 * mlp.inputs * self.item_size * self.tokens
+        return recomputed + hidden + gates + self.dequantized(layer)
 
     def dequantized(self, layer: Layer) -> int:
         """Return the bytes of the largest 4-bit weight, dequantized."""
         return max(
-            (p.inputs * p.outputs * self.narrow for p in self.products(layer) if p.is_quantized),
+            (p.inputs * p.outputs * self.item_size for p in self.products(layer) if p.is_quantized),
             default=0,
         )
 
-    def beside_layers(self) -> int:
+    def outside_layers(self) -> int:
         """Return the bytes of the last norm and of the positions that enter the head."""
         return self.tokens * (
             self.norm(self.shape.hidden, is_trained=self.shape.layers[-1].norms_trained)
@@ -331,27 +330,29 @@ class _Step:
     # ---- head
 
     def head(self, tokens: int, hidden: int) -> int:
-        """Return fp32 gradient sums and two chunks of logits, or all logits three times."""
-        wide, vocabulary = self.wide, self.shape.vocabulary
+        """Return the bytes of fp32 gradient sums and two chunks of logits, or all logits thrice."""
+        size, vocabulary = self.sum_size, self.shape.vocabulary
         if not self.config.training.fused_head:  # log-probabilities, their gradient and the logits'
-            return 3 * tokens * vocabulary * wide
-        rows = min(tokens, max(1, CHUNK_BYTES // (vocabulary * wide + hidden * self.narrow + 64)))
-        sums = tokens * hidden * wide
+            return 3 * tokens * vocabulary * size
+        rows = min(
+            tokens, max(1, CHUNK_BYTES // (vocabulary * size + hidden * self.item_size + 64))
+        )
+        sums = tokens * hidden * size
         if self.shape.head_trained:
-            sums += vocabulary * hidden * wide
-        return sums + 2 * rows * vocabulary * wide
+            sums += vocabulary * hidden * size
+        return sums + 2 * rows * vocabulary * size
 
     def head_gradient(self) -> int:
         """Return the bytes that the head retains for backward."""
         size = self.tokens * self.shape.hidden * self.residual
         if self.shape.head_trained and not (self.is_sharded and self.shape.head):
-            item = self.narrow if self.is_sharded else self.shape.head_itemsize
+            item = self.item_size if self.is_sharded else self.shape.head_itemsize
             size += self.shape.vocabulary * self.shape.hidden * item
         return size
 
     def head_copy(self) -> int:
-        copied = self.is_autocast and self.shape.head_itemsize > self.narrow
-        return self.shape.vocabulary * self.shape.hidden * self.narrow * copied
+        copied = self.is_autocast and self.shape.head_itemsize > self.item_size
+        return self.shape.vocabulary * self.shape.hidden * self.item_size * copied
 
     # ---- copies of weights
 
@@ -359,40 +360,40 @@ class _Step:
         return sum(self.copies(layer) for layer in self.shape.layers)
 
     def copies_in_backward(self, layers: int) -> int:
-        """Autocast's own end with forward; where nothing is recomputed autograd holds them."""
-        held = 1 if self.how == "full" else layers
+        """Return the bytes of autocast copies: without recomputation autograd retains them all."""
+        held = 1 if self.recompute == "full" else layers
         return sum(self.copies(layer) for layer in self.shape.layers[:held])
 
     def copies(self, layer: Layer) -> int:
-        if self.is_sharded or self.narrow >= 4:
+        if self.is_sharded or self.item_size >= 4:
             return 0
         own = sum(p.inputs * p.outputs for p in self.products(layer)) if self.is_autocast else 0
         adapters = sum(p.rank * (p.inputs + p.outputs) for p in self.products(layer))
-        return self.narrow * (own + adapters)
+        return self.item_size * (own + adapters)
 
     def gathered(self, *, layers: int, head: bool = False) -> int:
-        """FSDP's whole weights: the root's, some layers', and those that are kept."""
+        """Return the bytes of weights gathered by FSDP: root, some layers, and retained groups."""
         shape, keeps = self.shape, self.config.strategy.reshard_after_forward is False
-        size = self.wholes(shape.others) - self.wholes(shape.embedding) - self.wholes(shape.head)
-        size += keeps * self.wholes(shape.embedding)
-        size += (head or (keeps and self.accumulates)) * self.wholes(shape.head)
+        size = self.full(shape.others) - self.full(shape.embedding) - self.full(shape.head)
+        size += keeps * self.full(shape.embedding)
+        size += (head or (keeps and self.accumulates)) * self.full(shape.head)
         layers = len(shape.layers) if keeps else layers
         return size + layers * self.buffer
 
     @property
     def buffer(self) -> int:
-        """What a layer is gathered into is there until another one is gathered, or to the end."""
-        return max(self.wholes(layer.weights) for layer in self.shape.layers)
+        """Bytes of the gathering buffer, which lives until the next group is gathered."""
+        return max(self.full(layer.weights) for layer in self.shape.layers)
 
-    def wholes(self, weights: tuple[Weight, ...]) -> int:
-        return sum(w.gathered_nbytes(self.narrow) for w in weights) if self.is_sharded else 0
+    def full(self, weights: tuple[Weight, ...]) -> int:
+        return sum(w.gathered_nbytes(self.item_size) for w in weights) if self.is_sharded else 0
 
     def gradients_of_layer(self, layer: Layer, *, before: tuple[Weight, ...] = ()) -> int:
-        """FSDP's: a layer's gradients as computed, and in fp32 these or those from before it."""
+        """Return the bytes of FSDP's gradients of a layer, and of its or `before`'s in fp32."""
         if not self.is_sharded:
             return 0
         own = _trained(layer.weights)
-        return own * self.narrow + max(own, _trained(before)) * self.wide
+        return own * self.item_size + max(own, _trained(before)) * self.sum_size
 
 
 def _trained(weights: tuple[Weight, ...]) -> int:

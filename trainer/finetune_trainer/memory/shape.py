@@ -1,7 +1,7 @@
-"""What the peak formula needs to know of a model, read off one without weights.
+"""Describe a model for the peak formula, read from a model without weights.
 
-`check` builds the model on the meta device; whoever has no torch can make the same dataclasses by
-another way: `peak` does arithmetic on them alone.
+`check` builds the model on the meta device. A caller without torch can create the same dataclasses
+in another way, because `peak` needs only these.
 """
 
 import math
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: elements, bytes of one, elements of its first dimension's row."""
+    """A parameter: number of elements, bytes per element, length of the first dimension."""
 
     count: int
     itemsize: int
@@ -25,9 +25,9 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in whole, scales included where the weight is kept in 4 or 8 `bits`.
+        """Bytes of the unsharded weight, with scales if it is stored in 4 or 8 `bits`.
 
-        nf4 has a doubly quantised scale for each 64 elements, int8 one for each row.
+        nf4 has a doubly quantised scale per 64 elements, int8 one per row.
         """
         if self.bits == 8:
             return self.count + 4 * self.rows
@@ -36,11 +36,11 @@ class Weight:
         return self.count * self.itemsize
 
     def gathered_nbytes(self, itemsize: int) -> int:
-        """Bytes in whole where plain weights are computed with in elements of `itemsize`."""
+        """Bytes of the gathered weight; unquantised ones have elements of `itemsize` bytes."""
         return self.nbytes if self.bits else self.count * itemsize
 
     def shard_nbytes(self, ranks: int) -> int:
-        """Bytes of rank 0's rows, where as many ranks divide the first dimension."""
+        """Bytes of rank 0's rows if `ranks` divide the first dimension."""
         rows = math.ceil(self.rows / ranks)
         return math.ceil(self.nbytes / self.rows * rows)
 
@@ -50,11 +50,11 @@ class Product:
     """A matrix product of a layer.
 
     Attributes:
-        inputs: Numbers of a token that go in.
-        outputs: And come out.
-        rank: Of its adapter; 0 without one.
-        is_trained: Its own weight is.
-        is_quantized: It is kept in 4 bits.
+        inputs: Features per token of the input.
+        outputs: Features per token of the output.
+        rank: Rank of the adapter; 0 without an adapter.
+        is_trained: Whether the weight itself is trained.
+        is_quantized: Whether the weight is stored in 4 bits.
     """
 
     inputs: int
@@ -65,7 +65,7 @@ class Product:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs its input."""
+        """Whether the backward pass needs the input."""
         return self.is_trained or self.rank > 0
 
 
@@ -75,12 +75,13 @@ class Layer:
 
     Attributes:
         weights: All parameters.
-        into_attention: Products that make queries, keys and values.
-        out_of_attention: The one behind it.
-        into_mlp: One product, or gate and up.
-        out_of_mlp: The one that ends it.
-        norms: How many span the hidden size, and whether their weights are trained.
-        head_norms: Widths that norms of single heads go over: all queries, all keys.
+        into_attention: Query, key and value projections.
+        out_of_attention: Output projection of attention.
+        into_mlp: One product, or gate and up projection.
+        out_of_mlp: Down projection.
+        norms: Number of norms over the hidden size.
+        head_norms: Widths of per-head norms: all queries, all keys.
+        norms_trained: Whether the weights of norms are trained.
     """
 
     weights: tuple[Weight, ...]
@@ -100,21 +101,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder without its weights' values.
+    """A decoder without the values of its weights.
 
     Attributes:
-        layers: In order.
+        layers: Decoder layers in order.
         others: Parameters outside of layers: embeddings, head, last norm.
-        embedding: Those of `others` that FSDP gathers for the embedding alone; none where the head
-            has them too.
-        head: And for the head.
-        hidden: Numbers of a token between layers.
-        heads: Of the queries.
+        embedding: Parameters in `others` that FSDP gathers for the embedding alone; empty if the
+            head shares them.
+        head: Parameters in `others` that FSDP gathers for the head alone.
+        hidden: Features per token between layers.
+        heads: Number of query heads.
         vocabulary: Rows of the head.
-        is_tied: Embedding and head are one parameter.
-        head_trained: And are trained.
-        head_itemsize: Bytes of an element of the head's weight.
-        buffer_bytes: Of all buffers.
+        is_tied: Whether embedding and head are one parameter.
+        head_trained: Whether the head is trained.
+        head_itemsize: Bytes per element of the head's weight.
+        buffer_bytes: Bytes of all buffers.
     """
 
     layers: tuple[Layer, ...]
@@ -136,12 +137,12 @@ class ModelShape:
 
 
 def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int = 0) -> ModelShape:
-    """Read a transformers or peft model whose parameters require gradients as they will.
+    """Read the shape of a transformers or peft model whose `requires_grad` flags are final.
 
     Args:
-        model: It may be on the meta device.
-        layers: Its decoder layers.
-        bits: In which the decoder's linear layers will be kept, whatever they are now; 0 for plain.
+        model: The model; it may be on the meta device.
+        layers: Decoder layers of `model`.
+        bits: Bits in which the decoder's linear layers will be stored; 0 if unquantised.
     """
     from finetune_trainer.model.ends import separate_ends
     from finetune_trainer.model.loss import base_of
@@ -151,12 +152,12 @@ def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int =
     config = base.config.get_text_config()
     weight = getattr(head, "weight", None)
     hidden = int(config.hidden_size)
-    made = tuple(_layer(layer, hidden, bits=bits) for layer in layers)
+    shapes = tuple(_layer(layer, hidden, bits=bits) for layer in layers)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     others = {p: None for p in model.parameters() if p not in inside}
     ends = separate_ends(base, layers)
     return ModelShape(
-        layers=made,
+        layers=shapes,
         others=tuple(_weight(p) for p in others),
         embedding=_weights(ends[0]),
         head=_weights(ends[1]),
@@ -188,7 +189,9 @@ def _layer(layer: "nn.Module", hidden: int, *, bits: int) -> Layer:
         for name, module in layer.named_modules()
         if type(module).__name__.endswith(("Norm", "NormGated")) and module._parameters
     ]
-    wide = [m for n, m in norms if _width(m) == hidden and not n.endswith(("q_norm", "k_norm"))]
+    full_width = [
+        m for n, m in norms if _width(m) == hidden and not n.endswith(("q_norm", "k_norm"))
+    ]
     outs = [p.outputs for p in attention]
     return Layer(
         weights=tuple(_weight(p, bits=bits if p in packed else 0) for p in layer.parameters()),
@@ -196,14 +199,14 @@ def _layer(layer: "nn.Module", hidden: int, *, bits: int) -> Layer:
         out_of_attention=attention[-1] if len(attention) > 1 else None,
         into_mlp=tuple(mlp[:-1]),
         out_of_mlp=mlp[-1] if 2 <= len(mlp) <= 3 else None,
-        norms=len(wide),
+        norms=len(full_width),
         head_norms=tuple(outs[:2]) if any(n.endswith("q_norm") for n, _ in norms) else (),
-        norms_trained=any(p.requires_grad for m in wide for p in m.parameters()),
+        norms_trained=any(p.requires_grad for m in full_width for p in m.parameters()),
     )
 
 
 def _product(module: "nn.Module", *, bits: int) -> Product | None:
-    """Read a linear layer, with its adapter if it has one; None for anything else."""
+    """Read a linear layer with its adapter, if any; None for other modules."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -1,4 +1,4 @@
-"""How ranks share one model; each engine is named in one file here and nowhere else."""
+"""Distribute one model over the ranks; each engine is imported by one module here alone."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from finetune_trainer.world import World
 
 
 def create(config: TrainConfig, world: World) -> Strategy:
-    """Return the strategy `config` asks for; its engine is imported only now.
+    """Return the strategy that `config` selects; this imports the engine.
 
     Raises:
-        ConfigError: the engine or the device cannot do what is asked.
+        ConfigError: the engine or the device does not support the configuration.
     """
     _refuse_bf16_where_it_is_missing(config)
     if config.strategy.type == "ddp":
@@ -30,7 +30,7 @@ def create(config: TrainConfig, world: World) -> Strategy:
 
 
 def single_process_warning(config: TrainConfig) -> str | None:
-    """Say that nothing is left to share, where a run goes on with one process of several."""
+    """Return a warning if a sharded run continues with a single process; otherwise None."""
     if config.strategy.type == "ddp" or config.world.world_size > 1:
         return None
     return (
@@ -43,8 +43,8 @@ def emulation_warning(config: TrainConfig, features: Mapping[str, bool]) -> str 
     """Return a warning for a CPU that emulates bf16, which takes many times as long.
 
     Args:
-        config: Asks for a precision and a device.
-        features: Of the CPU, as `torch.cpu.get_capabilities` names them; only x86 has them.
+        config: Selects precision and device.
+        features: Features of the CPU from `torch.cpu.get_capabilities`; empty unless x86.
     """
     if config.training.precision != "bf16" or config.world.device != "cpu":
         return None

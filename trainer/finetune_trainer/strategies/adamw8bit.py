@@ -1,8 +1,8 @@
-"""AdamW (arXiv:1711.05101) on bf16 parameters, with moments in 8 bits: 4 bytes a parameter.
+"""AdamW (arXiv:1711.05101) for bf16 parameters with 8-bit moments: 4 bytes per parameter.
 
 Called by `optimizer`, for full fine-tuning. One pass reads gradient, parameter and moments of a few
-million numbers at a time, computes in fp32 and writes them back, so nothing exists twice. A step
-that found a gradient not finite writes back what was there; the host does not wait to know.
+million elements at a time, computes in fp32 and writes them back, so no full fp32 copy exists. If
+a gradient is not finite, the step writes the old values back, without a host sync.
 """
 
 import warnings
@@ -22,17 +22,17 @@ from finetune_trainer.strategies.rounding import key_of, rounded
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
-# Numbers updated at a time: on a GPU enough to occupy it (a buffer in fp32 takes 64 MiB), on a CPU
-# so few that the buffers stay in its cache.
+# Elements per pass: on a GPU enough to occupy it (an fp32 buffer takes 64 MiB), on a CPU few enough
+# that the buffers stay in its cache.
 _AT_ONCE = 2**24
 _AT_ONCE_ON_CPU = 2**18
 
 
 class Scalars(NamedTuple):
-    """What all numbers of a parameter share in one step; scalars on its device."""
+    """Values of one step for all elements of a parameter; scalars on its device."""
 
     step: Tensor  # updates before this one, fp32
-    is_finite: Tensor  # bool; False leaves everything as it is
+    is_finite: Tensor  # bool; False skips the update
     factor: Tensor  # of the gradients: clipping
     learning_rate: Tensor
     decay: Tensor  # learning rate x weight decay
@@ -40,7 +40,7 @@ class Scalars(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment: codes (N, B) and scales (N,), or numbers (N, 1) in fp32."""
+    """A moment: codes (N, B) and scales (N,), or fp32 values (N, 1)."""
 
     values: Tensor
     scales: Tensor | None
@@ -48,11 +48,11 @@ class Moment(NamedTuple):
 
 
 class AdamW8bit:
-    """Optimizer of some parameters, plain tensors or `DTensor`s sharded by their first dimension.
+    """Optimizer of parameters that are plain tensors or `DTensor`s sharded by the first dimension.
 
-    `state` has, of each parameter, `step` and both moments: as `exp_avg.codes`, shaped like the
-    parameter, and `exp_avg.scales` (first dimension, blocks), or in fp32 as `exp_avg` where 8 bits
-    would not pay (vectors).
+    `state` has `step` and both moments of each parameter: `exp_avg.codes`, shaped like the
+    parameter, and `exp_avg.scales` (first dimension, blocks), or an fp32 `exp_avg` if 8 bits would
+    save no memory (vectors).
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class AdamW8bit:
         compiled: bool,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """Make the state.
+        """Create the state.
 
         Args:
-            decays: The trained parameters and their weight decay.
-            names: Theirs, the same in every attempt.
-            seed: Of the rounding.
-            compiled: Let torch.compile make one kernel of the pass where it runs on a GPU; else
-                every operation is a pass of its own, through the GPU's memory.
-            warn: Told once where it cannot be compiled.
+            decays: Trained parameters and their weight decay.
+            names: Names of the parameters, the same in every attempt.
+            seed: Seed of the stochastic rounding.
+            compiled: Compile the pass into one kernel on a GPU; otherwise every operation is a pass
+                of its own through the GPU's memory.
+            warn: Receives one message if compilation fails.
         """
         self._decays = decays
         self._keys = {parameter: key_of(seed, name) for parameter, name in names.items()}
@@ -87,12 +87,12 @@ class AdamW8bit:
 
     @torch.no_grad()
     def step(self, learning_rate: float, factor: Tensor, is_finite: Tensor) -> None:
-        """Update with the gradients times `factor`, or change nothing where `is_finite` is False.
+        """Update with the gradients times `factor`, or skip the update if `is_finite` is False.
 
-        Never waits for a device that holds parameters and both scalars.
+        No host sync if parameters and both scalars are on the same device.
         """
-        # On the host, where parameters are offloaded; this waits. A rate is filled in where it is
-        # needed, as a copy from the host would wait, too.
+        # A host sync if parameters are offloaded. The rate is filled in on its device, because a
+        # copy from the host would be a sync, too.
         shared = {
             device: (is_finite.to(device), factor.to(device), _filled(learning_rate, device))
             for device in self._codes
@@ -126,12 +126,12 @@ def update(
     """Update a piece of one parameter in place.
 
     Args:
-        weights: (N, B) in bf16.
-        grads: Likewise.
+        weights: (N, B), bf16.
+        grads: (N, B), bf16.
         first: Mean of the gradients.
         second: Mean of their squares.
-        rows: Numbers (N,) of the rows within the whole parameter, in int32.
-        scalars: Of this step.
+        rows: (N,), int32: indices of the rows within the whole parameter.
+        scalars: Values of this step.
     """
     beta1, beta2 = BETAS
     count = scalars.step + 1
@@ -143,7 +143,7 @@ def update(
     new = new - scalars.learning_rate * (mean / (1 - beta1**count)) / spread
     _write(first, mean, scalars.is_finite)
     _write(second, square, scalars.is_finite)
-    # Of updates made, so a resume rounds alike, and a skipped step leaves no trace here either.
+    # The key counts completed updates: a resume rounds alike, and a skipped step has no effect.
     key = scalars.key ^ scalars.step.to(torch.int32)
     weights.copy_(torch.where(scalars.is_finite, rounded(new, key, rows), weights))
 
@@ -151,7 +151,7 @@ def update(
 def compiled_update(
     warn: Callable[[str], None], backend: str | Callable[..., Any] = "inductor"
 ) -> Callable[..., None]:
-    """Return `update` as one kernel; where it cannot be compiled it goes on as it is."""
+    """Return `update` as one kernel, which falls back to eager mode if compilation fails."""
     from torch._dynamo.exc import TorchDynamoException
 
     compiled: Callable[..., None] | None = torch.compile(update, backend=backend)
@@ -198,7 +198,7 @@ Piece = tuple[Tensor, Tensor, Moment, Moment, Tensor]
 def _pieces(
     parameter: nn.Parameter, state: Mapping[str, Tensor], codes: tuple[Codes, Codes]
 ) -> Iterator[Piece]:
-    """Yield this rank's part of a parameter as views of its blocks, few at a time."""
+    """Yield this rank's part of a parameter as views of its blocks, in pieces of limited size."""
     assert parameter.grad is not None, "callers skip parameters without a gradient"
     length = block_length(parameter.shape)
     width = length or 1
@@ -228,7 +228,7 @@ def _moment(state: Mapping[str, Tensor], name: str, width: int, meaning: Codes) 
 
 
 def _of_any_length(piece: Piece) -> Piece:
-    """Have one kernel compiled for pieces of all lengths, not one for each."""
+    """Mark the lengths as dynamic, so that one kernel serves pieces of all lengths."""
     weights, grads, first, second, rows = piece
     for tensor in (weights, grads, *first[:2], *second[:2], rows):
         if tensor is not None:
@@ -241,7 +241,7 @@ def _filled(value: float, device: torch.device, dtype: torch.dtype = torch.float
 
 
 def _first_index(parameter: Tensor) -> int:
-    """Return which number of the whole parameter this rank's part begins with."""
+    """Return the index within the whole parameter of the first element of this rank's part."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(
@@ -269,10 +269,10 @@ def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _zeros_beside(parameter: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return zeros in fp32 whose first dimension is divided over ranks as the parameter's is."""
+    """Return fp32 zeros whose first dimension is sharded like the parameter's."""
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, device=parameter.device)
     zeros: Tensor = dtensor.zeros(
         shape, device_mesh=parameter.device_mesh, placements=parameter.placements
     )
-    return zeros.to(parameter.device)  # the host, where parameters are offloaded
+    return zeros.to(parameter.device)  # the host if parameters are offloaded

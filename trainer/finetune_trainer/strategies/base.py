@@ -1,6 +1,6 @@
-"""What the loop asks of a strategy.
+"""Define the interface between the loop and a strategy.
 
-A new engine is a new file that keeps this protocol; the loop never learns its name.
+A new engine is a new module that implements this protocol; the loop does not depend on engines.
 """
 
 import warnings
@@ -15,14 +15,14 @@ from finetune_trainer.world import World
 
 
 class Strategy(Protocol):
-    """One model shared by all ranks: forward, backward, clip, step, state."""
+    """A model distributed over all ranks: forward, backward, clip, step, state."""
 
     def __init__(self, config: TrainConfig, world: World) -> None: ...
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Parallelize the module, make the optimizer, and assert that what was asked was built.
+        """Parallelize the module, create the optimizer, and verify the result against the config.
 
-        `warn` is told what cannot be had that was only a default.
+        `warn` receives a message if a default (not an explicit request) is unavailable.
         """
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
@@ -30,30 +30,30 @@ class Strategy(Protocol):
 
         Args:
             inputs: Keyword arguments of `CausalLoss.forward`.
-            is_last: The last micro-batch of the step; only now do gradients travel.
+            is_last: Whether this is the last micro-batch of the step, which reduces the gradients.
 
         Returns:
             The unscaled summed loss of this rank.
         """
 
     def backward(self, loss_sum: Tensor, *, scale: float) -> None:
-        """Run the backward pass of what `forward` has returned.
+        """Run the backward pass of the last `forward`.
 
         Args:
-            loss_sum: Its loss.
-            scale: Factor on it before backward (`model.loss.scale_factor`).
+            loss_sum: Result of `forward`.
+            scale: Factor on the loss before backward (`model.loss.scale_factor`).
         """
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip, update the parameters, clear the gradients; never waits for the device.
+        """Clip, update the parameters and clear the gradients, without a host sync.
 
         Args:
-            learning_rate: Of this step.
-            max_norm: Gradients are scaled down to this global norm; 0 leaves them.
+            learning_rate: Learning rate of this step.
+            max_norm: Gradients are scaled down to this global norm; 0 disables clipping.
 
         Returns:
-            The global gradient norm before clipping, a scalar in fp32 on the device, the same on
-            every rank. One that is not finite says that no rank has updated anything.
+            The global gradient norm before clipping, an fp32 scalar on the device, the same on
+            every rank. If it is not finite, no rank has updated its parameters.
         """
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -62,22 +62,23 @@ class Strategy(Protocol):
     def state(self) -> dict[str, Any]:
         """Return trained parameters and optimizer state under the unwrapped model's names.
 
-        `{"model": {name: tensor}, "optimizer": {"name.exp_avg": tensor, ...}}`, shaped like the
-        unsharded ones (a `DTensor` where a rank holds a part), so that any strategy on any number
-        of ranks reads what another one wrote. Frozen parameters are left out: the base they come
-        from is identified by the checkpoint's fingerprint. With fp16 `scaler` holds what the loss
-        scale needs.
+        `{"model": {name: tensor}, "optimizer": {"name.exp_avg": tensor, ...}}`, with the shapes of
+        the unsharded tensors (a `DTensor` if a rank has a part), so that any strategy on any number
+        of ranks can read the state of another. Frozen parameters are omitted: the checkpoint's
+        fingerprint identifies their base model. With fp16, `scaler` has the state of the loss
+        scale.
         """
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what a restore wrote into the tensors that `state` returned."""
+        """Apply the values that a restore wrote into the tensors of `state`."""
 
     def whole_model(self) -> nn.Module | None:
-        """Return the unwrapped model with whole weights on rank 0, None elsewhere; a collective.
+        """Return the unwrapped, unsharded model on rank 0 and None elsewhere; a collective.
 
-        For answers and export. It may share weights with what is trained: read it only.
+        For sample generation and export. The model may share weights with the trained one, so
+        callers must not change it.
         """
 
     @property
     def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model, its parameters perhaps sharded."""
+        """The unwrapped transformers or peft model, whose parameters may be sharded."""

@@ -1,7 +1,7 @@
-"""Numbers in 8 bits, each block with a scale of its own (arXiv:2110.02861).
+"""Quantise tensors to 8 bits, with one scale per block (arXiv:2110.02861).
 
-Called by `adamw8bit`, for the moments. A code stands for a share of the block's largest value, by a
-map that is fine near 0 (arXiv:1511.04561): seven decades, with more steps the larger they are.
+Called by `adamw8bit`, for the moments. A code stands for a share of the block's largest value, in a
+map that is fine near 0 (arXiv:1511.04561): seven decades, larger ones with more steps.
 """
 
 from typing import NamedTuple, Self
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 LONGEST_BLOCK = 256
-# A scale takes 4 bytes; in shorter blocks it would outweigh what the codes save.
+# A scale takes 4 bytes; in shorter blocks it would exceed the savings of the codes.
 SHORTEST_BLOCK = 32
-# A block of zeros is divided by this.
+# Divisor of a block of zeros.
 _LEAST_SCALE = 1e-12
 _DECADES = 7
 
 
 def block_length(shape: torch.Size) -> int | None:
-    """Return the length of the blocks of a tensor; None where 8 bits would not pay.
+    """Return the block length of a tensor; None if 8 bits would save no memory.
 
-    It divides what one index of the first dimension holds. So no block reaches over two of them,
-    and however the first dimension is divided over ranks, each block is on one rank, whole.
+    The length divides the number of elements per index of the first dimension. So each block is
+    entirely on one rank, however the first dimension is sharded.
     """
     if len(shape) < 2:
         return None
@@ -31,7 +31,7 @@ def block_length(shape: torch.Size) -> int | None:
 
 
 class Codes(NamedTuple):
-    """What 256 codes stand for, on one device."""
+    """The values of the 256 codes, on one device."""
 
     values: Tensor  # (256,) in rising order, fp32
     between: Tensor  # (255,) the middle between each two
@@ -39,15 +39,15 @@ class Codes(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device, *, signed: bool) -> Self:
-        """Return them; the host waits for the device."""
+        """Return the codes on a device; a host sync."""
         values = torch.tensor(value_map(signed=signed), device=device)
         return cls(values, (values[:-1] + values[1:]) / 2, signed)
 
 
 def encode(values: Tensor, meaning: Codes) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes (N, B) in uint8 and the scales (N,) of values (N, B) in fp32.
+    """Return the nearest uint8 codes (N, B) and the scales (N,) of fp32 values (N, B).
 
-    Where codes spend none on a sign, what is more than 0 stays so.
+    With unsigned codes, positive values remain positive.
     """
     scales = values.abs().amax(1).clamp(min=_LEAST_SCALE)
     shares = values / scales[:, None]
@@ -58,15 +58,15 @@ def encode(values: Tensor, meaning: Codes) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, meaning: Codes) -> Tensor:
-    """Return the values (N, B) in fp32 that codes (N, B) and scales (N,) stand for."""
+    """Return the fp32 values (N, B) of codes (N, B) and scales (N,)."""
     return meaning.values[codes.int()] * scales[:, None]
 
 
 def value_map(*, signed: bool) -> list[float]:
-    """Return the 256 shares that codes stand for, in rising order.
+    """Return the 256 shares of the codes, in rising order.
 
-    Decade k from the top has 2^(6-k) steps, twice as many where no code is spent on a sign; a step
-    stands for its middle. What is left are 0 and 1.
+    Decade k from the top is split into 2^(6-k) steps, twice as many if unsigned; the value of a
+    code is the midpoint of its step. The two spare codes are 0 and 1.
     """
     shares = [0.0, 1.0]
     for decade in range(_DECADES):

@@ -1,6 +1,6 @@
-"""Distributed data parallel: every rank holds the whole model, gradients are averaged.
+"""Distributed data parallel: every rank has the whole model, and gradients are averaged.
 
-With one rank there is nothing to share and nothing is wrapped.
+A single rank trains the plain module without DDP.
 """
 
 import warnings
@@ -26,11 +26,11 @@ class DdpStrategy(NativeStrategy):
     _wrapped: nn.Module
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Wrap the module and make the optimizer.
+        """Wrap the module and create the optimizer.
 
         Raises:
-            ConfigError: the trained parameters are not stored as the precision asks for.
-            WorldSizeError: the process group holds another number of ranks than was asked for.
+            ConfigError: the dtype of the trained parameters does not match the precision.
+            WorldSizeError: the process group has another number of ranks than the configuration.
         """
         self._module, mesh = module, None
         if self._world.group is not None:
@@ -43,7 +43,7 @@ class DdpStrategy(NativeStrategy):
             warn(sentence)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
-        """Run the forward pass; gradients will be averaged with the last micro-batch."""
+        """Run the forward pass; gradients are averaged in the backward of the last micro-batch."""
         wrapped = self._wrapped
         quiet = isinstance(wrapped, DistributedDataParallel) and not is_last
         with wrapped.no_sync() if quiet else nullcontext(), self._autocast():  # type: ignore[operator]
@@ -51,7 +51,7 @@ class DdpStrategy(NativeStrategy):
         return loss_sum
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of one batch; ranks may call it a different number of times."""
+        """Return the summed loss of one batch; ranks may call this a different number of times."""
         with torch.no_grad(), self._autocast():
             loss_sum: Tensor = self._module(**inputs)
         return loss_sum
@@ -60,7 +60,7 @@ class DdpStrategy(NativeStrategy):
         """Do nothing: a restore has written into the live tensors."""
 
     def whole_model(self) -> nn.Module | None:
-        """Return the model on rank 0: every rank holds all of it."""
+        """Return the model on rank 0; every rank has the whole model."""
         return self.model if self._world.is_main else None
 
     def _wrap(self, module: CausalLoss, mesh: DeviceMesh | None) -> nn.Module:
@@ -70,7 +70,7 @@ class DdpStrategy(NativeStrategy):
             module,
             process_group=mesh.get_group("replica"),
             gradient_as_bucket_view=True,
-            # Every rank computes them alike; else each step has a collective for them.
+            # Every rank computes the same buffers; syncing them would cost a collective per step.
             forward_sync_buffers=False,
         )
         built = wrapped.process_group.size()

@@ -1,7 +1,7 @@
-"""Fully sharded data parallel (FSDP2): ranks divide every parameter, gradient and moment.
+"""Fully sharded data parallel (FSDP2): every parameter, gradient and moment is sharded.
 
-Decoder layers, embedding and head are gathered one by one just before they are used; the rest
-belongs to the loss module around the model, whose forward is the only one that is ever called.
+Decoder layers, embedding and head are gathered one by one just before their use. All other
+parameters belong to the loss module around the model, whose forward is the only entry point.
 """
 
 import warnings
@@ -50,7 +50,7 @@ class FsdpStrategy(NativeStrategy):
     def __init__(
         self, config: TrainConfig, world: World, free_memory: Callable[[], int] | None = None
     ) -> None:
-        """Open the mesh; `free_memory` says how many bytes are free for this rank."""
+        """Create the mesh; `free_memory` returns the free bytes for this rank."""
         super().__init__(config, world)
         self._free_memory = free_memory or self._measure
         self._mesh = _mesh(config, world)
@@ -60,12 +60,12 @@ class FsdpStrategy(NativeStrategy):
         self._kept = Kept(weights=False, gradients=False)
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Shard the module, make the optimizer, and assert that what was asked is what is there.
+        """Shard the module, create the optimizer, and verify the result against the config.
 
         Raises:
-            ConfigError: the model has no layers to shard, or its trained parameters are not
-                stored as the precision asks for.
-            WorldSizeError: the mesh holds another number of ranks than was asked for.
+            ConfigError: the model has no layers to shard, or the dtype of its trained parameters
+                does not match the precision.
+            WorldSizeError: the mesh has another number of ranks than the configuration.
         """
         self._module = module
         if self._world.is_main:
@@ -92,31 +92,31 @@ class FsdpStrategy(NativeStrategy):
             warn(sentence)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
-        """Run the forward pass; where whole gradients are kept, the last micro-batch sends them.
+        """Run the forward pass; unsharded gradients are reduced after the last micro-batch.
 
-        Elsewhere each micro-batch's are divided among the shards at once, and only replicas wait
-        for the last one.
+        Otherwise gradients are reduce-scattered after each micro-batch, and only the reduction over
+        replicas waits for the last one.
         """
         root, kept = self._sharded[-1], self._kept
         root.set_requires_gradient_sync(is_last or not kept.gradients)
         root.set_requires_all_reduce(is_last)
-        # Where there is room, weights are gathered once for all micro-batches of a step.
+        # If memory allows, weights are gathered once for all micro-batches of a step.
         root.set_reshard_after_backward(is_last or not kept.weights)
         loss_sum: Tensor = self._module(**inputs)
         return loss_sum
 
     def evaluate(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss of one batch; every rank must call it equally often."""
+        """Return the summed loss of one batch; all ranks must call this equally often."""
         with torch.no_grad():
             loss_sum: Tensor = self._module(**inputs)
         return loss_sum
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Give up gathered weights: a restore has written into the shards behind them."""
+        """Free gathered weights: a restore has written into the shards, so they are stale."""
         self._reshard()
 
     def whole_model(self) -> nn.Module | None:
-        """Return a copy in host memory on rank 0, gathered one tensor after the other."""
+        """Return a copy in host memory on rank 0, gathered one tensor at a time."""
         self._reshard()
         weights = {}
         for name, parameter in self.model.named_parameters():
@@ -130,9 +130,9 @@ class FsdpStrategy(NativeStrategy):
         return filled(self._skeleton, weights).train(self.model.training)
 
     def _shard(self, module: CausalLoss, mesh: DeviceMesh | None) -> list[FSDPModule]:
-        """Shard what has a group of its own, then the module itself; it comes last."""
+        """Shard each group, then the module itself; return them in this order."""
         narrow = NARROW.get(self._config.training.precision)
-        wide = torch.float32 if narrow else None  # gradients are added up over ranks in fp32
+        wide = torch.float32 if narrow else None  # gradients are reduced over ranks in fp32
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
         offload = OffloadPolicy()
         if self._config.strategy.offload == "cpu":
@@ -146,7 +146,7 @@ class FsdpStrategy(NativeStrategy):
         ]
 
     def _refuse_to_pin(self, module: CausalLoss) -> None:
-        """Refuse offloaded parameters and gradients that the host has no room to pin."""
+        """Refuse offloaded parameters and gradients that exceed the host memory to pin."""
         shards, settings = self._mesh["shard"].size(), torch._C._accelerator_getAllocatorSettings()
         size = 0
         for p in module.parameters():
@@ -157,9 +157,9 @@ class FsdpStrategy(NativeStrategy):
         refuse_pinning(size, ranks, free_host_memory(), "spec.strategy.offload cpu")
 
     def _scatter(self, weights: dict[str, Tensor]) -> None:
-        """Give every rank its part of rank 0's weights, which are given up one by one.
+        """Distribute rank 0's weights over the ranks, freeing them one by one.
 
-        No other rank ever holds a whole model, and no device more than its part and one weight.
+        No other rank ever has the whole model, and no device more than its shard and one weight.
         """
         world, offloads = self._world, self._config.strategy.offload == "cpu"
         home = torch.device("cpu") if offloads else world.device
@@ -172,7 +172,7 @@ class FsdpStrategy(NativeStrategy):
             shard = cast(DTensor, parameter.detach())
             own = weights.pop(name)
             if world.is_main:
-                # Those that are to be of 4 bits are quantised by this.
+                # The move quantises 4-bit weights.
                 whole = own.to(world.device).detach().as_subclass(Tensor)
             else:
                 whole = torch.empty(shard.shape, dtype=shard.dtype, device=world.device)
@@ -194,7 +194,7 @@ class FsdpStrategy(NativeStrategy):
             )
 
     def _choose_kept(self) -> Kept:
-        """Say what stays whole between micro-batches, the same on every rank; a collective."""
+        """Choose the tensors that stay unsharded between micro-batches; a collective."""
         wide = 8 if self._config.training.precision == "fp64" else 4
         width = 2 if self._config.training.precision in NARROW else wide
         trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
@@ -209,7 +209,7 @@ class FsdpStrategy(NativeStrategy):
         return choose_kept(self._config.strategy, sizes, self._fits, accumulates=accumulates)
 
     def _fits(self, size: int) -> bool:
-        """Say whether `size` bytes are no more than their share of what is free on every rank."""
+        """Whether `size` bytes are within the allowed share of free memory on every rank."""
         fits = size <= self._free_memory() * SHARE_OF_FREE_MEMORY
         agreed = torch.tensor(float(fits), device=self._world.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
@@ -221,13 +221,13 @@ class FsdpStrategy(NativeStrategy):
         return psutil.virtual_memory().available // self._config.world.nproc_per_node
 
     def _reshard(self) -> None:
-        """Free what an evaluation has left gathered."""
+        """Free the weights that an evaluation has left gathered."""
         for part in self._sharded:
             part.reshard()
 
 
 def _forget_weights(module: nn.Module, world: World) -> None:
-    """Put every parameter on the meta device, with the shape and type it has on rank 0."""
+    """Move every parameter to the meta device, with its shape and dtype on rank 0."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     own = {name: stored_as(parameter) for parameter, name in names.items()}
     whole = gather_objects(world.control_group, own)[0]
@@ -259,7 +259,7 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
                 "spec.strategy.type fsdp needs at least two processes; use ddp, which is the same "
                 "on one"
             )
-        if not dist.is_initialized():  # one process has no world of its own, and a mesh wants one
+        if not dist.is_initialized():  # a mesh needs a process group even for one process
             backend = "nccl" if world.device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -1,7 +1,7 @@
-"""What FSDP gathers at once: each decoder layer, the embedding and the head are a group each.
+"""Choose the groups that FSDP gathers: each decoder layer, the embedding and the head.
 
-Called by `fsdp`. All else, such as the last norm, lies in the root's group, which is gathered from
-the beginning of forward to the end of backward.
+Called by `fsdp`. All other modules, such as the last norm, are in the root's group, which stays
+gathered from the beginning of forward to the end of backward.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ class Groups:
     """Modules that have a group of their own, besides the root.
 
     Attributes:
-        layers: Of the decoder, in order.
-        embedding: None where its weight is used elsewhere as well; so for the head.
-        head: The last module of forward and the first of backward.
+        layers: Decoder layers in order.
+        embedding: None if another module shares the weight.
+        head: The last module of forward and the first of backward; None if another module shares
+            the weight.
     """
 
     layers: tuple[nn.Module, ...]
@@ -32,17 +33,18 @@ class Groups:
 
     @property
     def in_order(self) -> list[nn.Module]:
-        """All of them as forward comes to them."""
+        """All modules in the order of forward."""
         return [part for part in (self.embedding, *self.layers, self.head) if part is not None]
 
     def arrange(self, *, keeps_weights: bool) -> None:
-        """Say when the sharded groups' weights are gathered and given up.
+        """Set when the groups are gathered and resharded.
 
-        The head's stay for its backward pass, which is the next after forward. Of an embedding
-        backward needs no weight.
+        The head stays gathered for its backward pass, which directly follows forward. The backward
+        pass of an embedding needs no weight.
 
         Args:
-            keeps_weights: From the first micro-batch's forward to the last one's backward.
+            keeps_weights: Whether weights stay gathered from the first micro-batch's forward to the
+                last one's backward.
         """
         for part in self.in_order:
             is_kept = keeps_weights or part is self.head
@@ -50,15 +52,15 @@ class Groups:
         if self.embedding is not None and _is_table(self.embedding):
             cast(FSDPModule, self.embedding).set_unshard_in_backward(False)
         if self.head is not None:
-            # By itself torch would keep the buffer that was gathered into, as large as the weight,
-            # until another group is gathered; after the head there is none.
+            # By default torch retains the gathering buffer, as large as the weight, until the next
+            # group is gathered; the head has no next group.
             self.head.register_forward_pre_hook(_take, prepend=True)
             last, head = cast(FSDPModule, self.layers[-1]), cast(FSDPModule, self.head)
             last.set_modules_to_forward_prefetch([head])
 
 
 def choose_groups(module: CausalLoss) -> Groups:
-    """Return what is to be sharded on its own.
+    """Return the groups of a model.
 
     Raises:
         ConfigError: the model has no layers to shard.
@@ -75,10 +77,10 @@ def choose_groups(module: CausalLoss) -> Groups:
 
 
 def gather_ahead(groups: Sequence[FSDPModule], count: int) -> None:
-    """Gather the weights of so many groups while the one before them computes; 0 is torch's way.
+    """Prefetch the weights of `count` groups ahead; 0 keeps torch's implicit prefetch.
 
-    By itself torch gathers the next group when the host comes to it, which on a GPU is early
-    enough only while the host is ahead. Each costs its gathered weights.
+    By default torch gathers the next group when the host reaches it, which on a GPU is early enough
+    only while the host is ahead. Each prefetched group costs the memory of its gathered weights.
     """
     if not count:
         return
@@ -89,11 +91,11 @@ def gather_ahead(groups: Sequence[FSDPModule], count: int) -> None:
 
 
 def _take(head: nn.Module, args: tuple[Any, ...]) -> None:
-    """Wait for the head's weight before FSDP's own hook does, and free the buffer."""
+    """Unshard the head before FSDP's own hook, which frees the gathering buffer early."""
     cast(FSDPModule, head).unshard()
 
 
 def _is_table(embedding: nn.Module) -> bool:
-    """Say whether it does nothing but look rows up; adapters multiply by their weights."""
+    """Whether the module only looks up rows; adapters also multiply by their weights."""
     owners = [part for part in embedding.modules() if part._parameters]
     return all(isinstance(part, nn.Embedding) and len(part._parameters) == 1 for part in owners)

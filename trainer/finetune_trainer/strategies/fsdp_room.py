@@ -1,8 +1,8 @@
-"""What FSDP keeps whole on every rank between two micro-batches: gathered weights, gradients.
+"""Choose which tensors FSDP leaves unsharded between micro-batches: weights, gradients.
 
-`fsdp` asks once, when the shards are there. Each of the two costs memory and saves collectives:
-kept weights are gathered once a step rather than twice a micro-batch, kept gradients are divided
-among the ranks once a step rather than after every micro-batch.
+`fsdp` calls it once, after sharding. Both choices trade memory for collectives: unsharded weights
+are gathered once per step instead of twice per micro-batch, and unsharded gradients are
+reduce-scattered once per step instead of after every micro-batch.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,13 @@ SHARE_OF_FREE_MEMORY = 0.5
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays whole on every rank.
+    """Tensors that stay unsharded on every rank.
 
     Attributes:
-        weights: Gathered layers, from one micro-batch's forward to the last one's backward.
-        gradients: Sums over micro-batches; else each micro-batch's are reduced into the shards.
+        weights: Whether layers stay gathered from the first micro-batch's forward to the last one's
+            backward.
+        gradients: Whether gradients are summed unsharded over micro-batches; otherwise they are
+            reduced into the shards after each micro-batch.
     """
 
     weights: bool
@@ -30,7 +32,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes on one rank: of its shards' gradients and moments, of whole weights and gradients."""
+    """Bytes on one rank: gradients and moments of its shards, unsharded weights and gradients."""
 
     state: int
     weights: int
@@ -40,16 +42,16 @@ class Sizes:
 def choose_kept(
     asked: StrategyConfig, sizes: Sizes, fits: Callable[[int], bool], *, accumulates: bool
 ) -> Kept:
-    """Return what is asked for, and where nothing is asked what there is room for.
+    """Return the configured choices; unset ones depend on the free memory.
 
-    Weights come first: for the same bytes saved on the wire they are half as large as gradients.
+    Weights have priority: for the same savings of traffic they need half the memory of gradients.
 
     Args:
-        asked: Its `reshard_after_forward` and `reduce_each_micro_batch` may be None.
-        sizes: Of this rank.
-        fits: Says whether so many bytes fit on every rank; a collective, so what asks for it must
-            be the same on all.
-        accumulates: A step has several micro-batches.
+        asked: Configuration; `reshard_after_forward` and `reduce_each_micro_batch` may be None.
+        sizes: Sizes on this rank.
+        fits: Whether a number of bytes fits on every rank; a collective, so all ranks must make
+            the same calls.
+        accumulates: Whether a step has several micro-batches.
     """
     if asked.reshard_after_forward is None:
         weights = fits(sizes.state + sizes.weights)

@@ -1,8 +1,8 @@
-"""The optimizer of the native strategies: AdamW, clipping and fp16's loss scale, never waiting.
+"""Optimizer of the native strategies: AdamW, clipping and fp16's loss scale, without host syncs.
 
-Its update is torch's, or that of `adamw8bit`. One kernel unscales, clips and updates, or leaves
-everything as it is when a gradient of any rank is not finite. Every rank computes the same norm, so
-every rank decides alike.
+The update is torch's, or `adamw8bit`. One kernel unscales, clips and updates, or skips the update
+if a gradient of any rank is not finite. Every rank computes the same norm, so all ranks make the
+same decision.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.world import World
 
-# The type of forward and backward where it is not that of the trained parameters.
+# Compute dtype of forward and backward, if it differs from the trained parameters' dtype.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE = 65_536.0
 # Steps without overflow before fp16's loss scale doubles; an overflow halves it at once.
@@ -28,7 +28,7 @@ GROWTH_INTERVAL = 2_000
 
 
 class NativeOptimizer:
-    """Trained parameters of a model whose gradients autograd leaves in `grad`."""
+    """Optimizes the trained parameters of a model with the gradients in `grad`."""
 
     def __init__(
         self,
@@ -38,19 +38,23 @@ class NativeOptimizer:
         shards: "dist.ProcessGroup | None" = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        """Make the optimizer with its state, so that a checkpoint can be read into it in place.
+        """Create the optimizer and its state, so that a checkpoint can be read into it in place.
 
-        Parameters of `model` are plain tensors or `DTensor`s, whose gradients are divided among
-        the ranks of `shards`. Norm and loss scale are computed on `device`.
+        Args:
+            model: Parameters are plain tensors, or `DTensor`s sharded over `shards`.
+            training: Settings of the optimizer.
+            device: Device of norm and loss scale.
+            shards: Ranks that share the gradients; None if every rank has whole gradients.
+            warn: Receives a message if the update cannot be compiled.
 
         Raises:
-            ConfigError: a trained parameter is stored in another type than the precision asks for.
+            ConfigError: the dtype of a trained parameter does not match the precision.
         """
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._device = device
-        # Where parameters are offloaded, the kernel that reads the scale runs on the host. Torch
-        # would move it there without waiting for the device (`torch.optim.adam._fused_adam`), and
-        # the kernel could read what was there before: so it is moved here, which waits.
+        # If parameters are offloaded, the kernel that reads the scale runs on the host. Torch would
+        # copy the scale without a sync (`torch.optim.adam._fused_adam`), and the kernel could read
+        # stale memory. The copy is made here instead, with a host sync.
         self._home = next((p.device for p in self._trained.values()), device)
         self._shards = shards
         self._is_scaled = training.precision == "fp16"
@@ -66,7 +70,7 @@ class NativeOptimizer:
                 self._adamw.state[parameter] = fresh_state(parameter)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss as backward needs it: with fp16 so large that gradients do not vanish."""
+        """Return the loss for backward: with fp16, scaled so that gradients do not underflow."""
         return loss * self._scale if self._is_scaled else loss
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
@@ -87,9 +91,9 @@ class NativeOptimizer:
     def _update(
         self, adamw: torch.optim.AdamW, learning_rate: float, clip: Tensor, found_inf: Tensor
     ) -> None:
-        # As torch's GradScaler does it: the kernel divides by the one, and changes nothing, Adam's
-        # step count included, when the other is 1.
-        if clip.dtype == torch.float64:  # of which the kernel's divisor would keep half
+        # The same protocol as torch's GradScaler: the kernel divides by `grad_scale`, and skips the
+        # update, including Adam's step count, if `found_inf` is 1.
+        if clip.dtype == torch.float64:  # the kernel's divisor has only fp32
             for grad in self._grads():
                 grad.div_(clip)
             clip = torch.ones_like(clip)
@@ -101,7 +105,7 @@ class NativeOptimizer:
         adamw.step()
 
     def state(self) -> dict[str, Any]:
-        """Return live tensors as `Strategy.state` describes them; `scaler` only with fp16."""
+        """Return live tensors in the format of `Strategy.state`; `scaler` only with fp16."""
         moments = {
             f"{name}.{key}": value
             for name, parameter in self._trained.items()
@@ -114,7 +118,7 @@ class NativeOptimizer:
         return state
 
     def _norm(self) -> Tensor:
-        """Return the norm over all gradients of all ranks, as backward left them."""
+        """Return the norm over all gradients of all ranks, before unscaling."""
         norm = _total_norm(self._grads()).to(self._device)
         if self._shards is None:
             return norm
@@ -136,7 +140,7 @@ class NativeOptimizer:
 
 
 class NativeStrategy:
-    """What torch's own strategies have in common: the loss module, and this optimizer."""
+    """Base class of torch's own strategies: the loss module, and this optimizer."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self._config = config
@@ -145,25 +149,25 @@ class NativeStrategy:
         self._optimizer: NativeOptimizer
 
     def backward(self, loss_sum: Tensor, *, scale: float) -> None:
-        """Run the backward pass of what `forward` has returned."""
+        """Run the backward pass of the last `forward`."""
         self._optimizer.scaled(loss_sum * scale).backward()
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update; where one rank's gradients are not finite the norm of all is not."""
+        """Clip and update; if one rank's gradients are not finite, the norm is not either."""
         return self._optimizer.step(learning_rate, max_norm)
 
     def state(self) -> dict[str, Any]:
-        """Return the live tensors that this rank trains with, `DTensor`s where they are sharded."""
+        """Return the live tensors of this rank, `DTensor`s if they are sharded."""
         return self._optimizer.state()
 
     @property
     def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model, its parameters perhaps sharded."""
+        """The unwrapped transformers or peft model, whose parameters may be sharded."""
         return self._module.model
 
 
 def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
-    """Make AdamW (arXiv:1711.05101), as yet without state; vectors and biases are not decayed."""
+    """Create AdamW (arXiv:1711.05101) without state; vectors and biases have no weight decay."""
     decayed = {name for name, parameter in trained.items() if _is_decayed(name, parameter)}
     groups = [
         {
@@ -183,7 +187,7 @@ def make_adamw(trained: Mapping[str, nn.Parameter], training: TrainingConfig) ->
 def make_adamw8bit(
     trained: Mapping[str, nn.Parameter], training: TrainingConfig, warn: Callable[[str], None]
 ) -> AdamW8bit:
-    """Make AdamW with moments in 8 bits, which decays what `make_adamw` decays."""
+    """Create AdamW with 8-bit moments and the same weight decay as `make_adamw`."""
     return AdamW8bit(
         {p: training.weight_decay * _is_decayed(name, p) for name, p in trained.items()},
         {p: name for name, p in trained.items()},
@@ -194,7 +198,7 @@ def make_adamw8bit(
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """Return the norm over all gradients, in fp32 where they are narrower."""
+    """Return the norm over all gradients, accumulated in at least fp32."""
     if not any(grad.dtype == torch.bfloat16 for grad in grads):
         return nn.utils.get_total_norm(grads)
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
@@ -203,15 +207,15 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
 
 
 def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Say whether a parameter is a matrix of weights.
+    """Whether a parameter is a weight matrix.
 
-    Experts stack their biases, which makes them two-dimensional, so their name decides.
+    Stacked biases of experts are two-dimensional, too, so the name decides.
     """
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Return the state AdamW would give `parameter` at its first step."""
+    """Return the state that AdamW creates for `parameter` at the first step."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
@@ -222,7 +226,7 @@ def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
 def _expect_dtype(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:
     asked = f"spec.training.precision {training.precision}"
     expected = torch.float64 if training.precision == "fp64" else torch.float32
-    if training.optimizer == "adamw8bit":  # which rounds by chance, so that updates are not lost
+    if training.optimizer == "adamw8bit":  # stochastic rounding preserves small updates
         asked, expected = "spec.training.optimizer adamw8bit", torch.bfloat16
     for name, parameter in trained.items():
         if parameter.dtype != expected:

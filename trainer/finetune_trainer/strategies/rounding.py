@@ -1,9 +1,9 @@
-"""Round fp32 to bf16 up or down by chance, so that small updates are not lost on average.
+"""Stochastic rounding from fp32 to bf16, so that small updates are not lost on average.
 
-Called by `adamw8bit`. The chance is a hash of what is rounded (parameter, step, place in the whole
-parameter) and no generator's state: a resume needs none, and replicas on several ranks, or shards
-of another number of ranks, round alike. Gradients are added up in bf16 without it, which is warned
-of where it matters.
+Called by `adamw8bit`. The randomness is a hash of parameter, step and position in the whole
+parameter, without generator state: a resume needs none, and replicas on several ranks, or shards
+on another number of ranks, round alike. Gradients are summed in bf16 without stochastic rounding;
+`rounding_warning` warns if that matters.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ from finetune_trainer.config import TrainConfig
 # 64 sums change a gradient by 0.8 %, 256 by 2 to 5 %, 1,024 by up to half.
 MOST_SUMS_IN_BF16 = 64
 
-_LOW_HALF = 0xFFFF  # what of fp32's bits bf16 lacks
+_LOW_HALF = 0xFFFF  # the fp32 bits that bf16 lacks
 
 
 def key_of(seed: int, name: str) -> int:
-    """Return the key of a parameter, an int32."""
+    """Return the int32 key of a parameter."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def rounded(values: Tensor, key: Tensor, rows: Tensor) -> Tensor:
-    """Return values (N, B) in fp32 as bf16: the farther of two neighbours by its nearness.
+    """Round values (N, B) stochastically to bf16: to each neighbour in proportion to its nearness.
 
     Args:
-        values: To be rounded, at least one.
-        key: A scalar in int32, of parameter and step.
-        rows: Numbers (N,) in int32 of the rows within the whole parameter.
+        values: fp32 values, at least one.
+        key: int32 scalar of parameter and step.
+        rows: (N,), int32: indices of the rows within the whole parameter.
     """
     columns = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
     chance = _mixed(_mixed(rows ^ _mixed(key))[:, None] ^ columns) & _LOW_HALF
@@ -40,9 +40,9 @@ def rounded(values: Tensor, key: Tensor, rows: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return a 32-bit hash in which each bit depends on each of x, as MurmurHash3 ends.
+    """Return a 32-bit hash in which each bit depends on each bit of x: MurmurHash3's finaliser.
 
-    The mask makes torch's arithmetic shift a logical one; products wrap around.
+    The mask turns torch's arithmetic shift into a logical one; products wrap around.
     """
     x = (x ^ ((x >> 16) & 0xFFFF)) * -0x7A143595  # 0x85EBCA6B
     x = (x ^ ((x >> 13) & 0x7FFFF)) * -0x3D4D51CB  # 0xC2B2AE35
@@ -50,12 +50,12 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def rounding_warning(config: TrainConfig, *, adds_up_whole: bool = False) -> str | None:
-    """Say where so many gradients are added up in bf16 that what is added is lost in the sum.
+    """Return a warning if the bf16 sum over many micro-batches loses gradients; otherwise None.
 
     Args:
-        config: Of a native strategy.
-        adds_up_whole: fsdp keeps whole gradients over the micro-batches of a step, in fp32; where
-            it divides each micro-batch's among the ranks, the parts are added up in bf16.
+        config: Configuration of a native strategy.
+        adds_up_whole: Whether fsdp sums unsharded gradients of a step in fp32; sharded gradients
+            are summed in bf16.
     """
     micro_batches = config.gradient_accumulation_steps
     if config.training.optimizer == "adamw" or adds_up_whole or micro_batches <= MOST_SUMS_IN_BF16:

@@ -1,6 +1,6 @@
-"""A model without weights, kept beside the sharded one, that whole weights are put into.
+"""Copy a model without weights before it is sharded, and fill the copy with gathered weights.
 
-Engines hook into the module they shard, so a whole model cannot be made from that one.
+Engines add hooks to the module that they shard, so that module cannot become a whole model again.
 """
 
 import copy
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def empty_copy(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are on the meta device; call it before an engine does."""
+    """Return a copy with parameters on the meta device; must be called before an engine shards."""
     memo: dict[int, Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -27,9 +27,9 @@ def empty_copy(model: nn.Module) -> nn.Module:
 
 
 def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the skeleton with `weights` in its own types; tied ones stay tied.
+    """Return a copy of the skeleton with `weights` in its own dtypes; tied weights stay tied.
 
-    Those of its types already are not copied.
+    Weights that already have the right dtype are not copied.
     """
     memo = {
         id(p): nn.Parameter(weights[name].to(p.dtype), requires_grad=p.requires_grad)

@@ -1,7 +1,7 @@
-"""ZeRO stages 1, 2 and 3 through DeepSpeed's engine (arXiv:1910.02054).
+"""ZeRO stages 1, 2 and 3 with DeepSpeed's engine (arXiv:1910.02054).
 
-The only file that starts the engine; `zero_state` reads and writes what the engine shards. Users
-configure nothing of DeepSpeed itself: every setting follows from `TrainConfig`.
+Only this module starts the engine; `zero_state` reads and writes the engine's shards. Users do not
+configure DeepSpeed itself: every setting follows from `TrainConfig`.
 """
 
 import fcntl
@@ -41,18 +41,18 @@ class ZeroStrategy:
         self._stage = int(config.strategy.type.removeprefix("zero"))
         self._module: CausalLoss
         self._engine: Any
-        # Stage 3 holds no whole weights, and bf16 and fp16 none in fp32: they are gathered.
+        # Stage 3 has no unsharded weights, and bf16 and fp16 have no fp32 ones: both are gathered.
         self._is_copied = self._stage == 3 or config.training.precision != "fp32"
         self._skeleton: nn.Module | None = None
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Let DeepSpeed shard the module, and assert that it built what was asked.
+        """Have DeepSpeed shard the module, and verify the result against the configuration.
 
-        Every rank has loaded the whole model; what stage 3 shards is given back only now.
+        Every rank has loaded the whole model; stage 3 frees the other shards only now.
 
         Raises:
-            TrainerError: the engine is not what was asked for.
-            WorldSizeError: it was built over another number of ranks.
+            TrainerError: the engine does not match the configuration.
+            WorldSizeError: the engine was built over another number of ranks.
         """
         largest = max(p.numel() for p in module.parameters())
         settings = deepspeed_config(self._config, largest_parameter=largest)
@@ -61,7 +61,7 @@ class ZeroStrategy:
             self._skeleton = empty_copy(module.model)
 
         def shard(whole: CausalLoss, _: object) -> Any:
-            with redirect_stdout(None):  # it prints how much memory each group of weights takes
+            with redirect_stdout(None):  # it prints the memory of each group of weights
                 engine, *_ = self._deepspeed.initialize(
                     model=whole,
                     optimizer=make_adamw(self._trained(), self._config.training),
@@ -70,16 +70,16 @@ class ZeroStrategy:
                 )
             return engine
 
-        # DeepSpeed divides over the default process group and takes no mesh of ours.
+        # DeepSpeed shards over the default process group and accepts no mesh.
         self._engine = parallelize(module, None, self._config, shard, warn)
         limit_waits(self._config, self._engine.data_parallel_group)
         self._assert_built_as_asked()
-        if self._engine.fp16_enabled():  # the loop ends a run whose steps are all skipped
+        if self._engine.fp16_enabled():  # the loop stops a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         zero_state.create_moments(self._engine, self._stage)
 
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
-        """Run the forward pass; with stage 1 gradients will travel with the last micro-batch."""
+        """Run the forward pass; stage 1 reduces gradients after the last micro-batch."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         loss_sum: Tensor = self._engine(**inputs)
         return loss_sum
@@ -89,9 +89,9 @@ class ZeroStrategy:
         self._engine.backward(loss_sum * scale, scale_wrt_gas=False)
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update; gradients that are not finite, on any rank, change nothing.
+        """Clip and update; a gradient that is not finite on any rank skips the update.
 
-        DeepSpeed reads the norm on the host, once a step.
+        DeepSpeed reads the norm on the host, one host sync per step.
         """
         optimizer = self._engine.optimizer
         optimizer.clip_grad = max_norm
@@ -112,11 +112,11 @@ class ZeroStrategy:
         return zero_state.read(self._engine, self._trained(), self._world)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Write what a restore read into the engine's shards; a collective."""
+        """Write the restored values into the engine's shards; a collective."""
         zero_state.write(self._engine, self._trained(), state)
 
     def whole_model(self) -> nn.Module | None:
-        """Return the model on rank 0, what is trained in fp32; a copy is kept in host memory."""
+        """Return the model on rank 0, trained parameters in fp32; a copy is in host memory."""
         if not self._is_copied:
             return self.model if self._world.is_main else None
         gathered = zero_state.gather(self.model, keep=self._world.is_main)
@@ -126,7 +126,7 @@ class ZeroStrategy:
 
     @property
     def model(self) -> nn.Module:
-        """The unwrapped transformers or peft model, in stage 3 without its weights."""
+        """The unwrapped transformers or peft model; in stage 3 without unsharded weights."""
         return self._module.model
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -151,13 +151,14 @@ class ZeroStrategy:
 
 
 def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict[str, Any]:
-    """Return the engine's JSON for `config`; nothing in it is left to the engine to guess.
+    """Return the engine's JSON for `config`; every setting is explicit.
 
-    Gradient accumulation is ours, so the engine's is 1: it must not divide by it.
+    The loop accumulates gradients itself, so the engine's accumulation is 1: otherwise the engine
+    would divide by the number of micro-batches.
 
     Args:
-        config: What is asked.
-        largest_parameter: Elements of the model's largest one; sizes the buffers of offload nvme.
+        config: Configuration of the run.
+        largest_parameter: Elements of the largest parameter; sizes the buffers of offload nvme.
     """
     training, world = config.training, config.world
     zero: dict[str, Any] = {
@@ -173,7 +174,7 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
         "gradient_accumulation_steps": 1,
         "gradient_clipping": training.max_grad_norm,
         "zero_optimization": zero,
-        # The optimizer is torch's, whose fused kernel exists for CPUs as well: nothing to compile.
+        # The optimizer is torch's, whose fused kernel also exists for CPUs: no compilation needed.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": training.precision == "bf16"},
@@ -184,10 +185,10 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
             "loss_scale_window": 2000,
             "hysteresis": 1,
         },
-        # Sums of many small numbers: over micro-batches, and over ranks.
+        # Sums of many small values: over micro-batches, and over ranks.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if is_narrow else {}),
         "communication_data_type": "fp32",
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the device at each step
+        "timers": {"throughput": {"enabled": False}},  # it would sync at each step
     }
 
 
@@ -208,7 +209,7 @@ def _offload(config: TrainConfig, largest_parameter: int) -> dict[str, Any]:
 
 
 def _refuse(config: TrainConfig) -> None:
-    """Refuse what DeepSpeed would not do, or would do wrongly without a word."""
+    """Refuse settings that DeepSpeed does not support, or would silently apply wrongly."""
     kind, training = config.strategy.type, config.training
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -228,7 +229,7 @@ def _refuse(config: TrainConfig) -> None:
 
 
 def _start_deepspeed(config: TrainConfig, world: World) -> Any:
-    """Import DeepSpeed for the world that is already there, and keep it quiet."""
+    """Import DeepSpeed with the existing process group, and reduce its log output."""
     import torch.distributed as dist
 
     os.environ["LOCAL_RANK"] = str(world.local_rank)  # mpirun does not set it
@@ -237,14 +238,14 @@ def _start_deepspeed(config: TrainConfig, world: World) -> Any:
         "ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning
     )
     backend = "nccl" if world.device.type == "cuda" else "gloo"
-    if not dist.is_initialized():  # one process has no world of its own, and DeepSpeed wants one
+    if not dist.is_initialized():  # DeepSpeed needs a process group even for one process
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Else it compiles an operator for collectives between CPUs, for 45 s at the first start.
+    # Otherwise it compiles an operator for collectives between CPUs, 45 s at the first start.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     _refuse_here(config)
@@ -252,7 +253,7 @@ def _start_deepspeed(config: TrainConfig, world: World) -> Any:
 
 
 def _refuse_here(config: TrainConfig) -> None:
-    """Refuse what this machine lacks, now rather than in the middle of the first step."""
+    """Refuse settings that this machine does not support before the first step."""
     from deepspeed.accelerator import get_accelerator
 
     if config.training.precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -282,10 +283,11 @@ def _refuse_here(config: TrainConfig) -> None:
 
 
 def _load_async_io() -> None:
-    """Load what DeepSpeed compiles at its first use, for minutes; one process after the other.
+    """Load DeepSpeed's extension, compiled in minutes at first use; one process at a time.
 
-    The lock that PyTorch builds under is a file, which outlives a builder that was killed, and
-    everybody after it waits for ever. Ours ends with its holder, who may thus clear that file away.
+    PyTorch's build lock is a file that outlives a killed builder, and later builders would wait
+    for it indefinitely. The kernel releases our lock with its holder, so the holder may delete that
+    file.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import get_default_build_root

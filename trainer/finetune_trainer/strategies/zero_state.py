@@ -1,7 +1,7 @@
-"""Move weights and optimizer state between DeepSpeed's flat shards and tensors of their own shape.
+"""Convert weights and optimizer state between DeepSpeed's flat shards and parameter-shaped tensors.
 
-`zero` calls it. Each parameter takes three collectives, so no rank ever holds more than one whole
-tensor beside its share. Every other strategy reads the same names and shapes
+`zero` calls it. Each parameter takes three collectives, so no rank ever has more than one whole
+tensor beside its shard. All other strategies use the same names and shapes
 (docs/decisions/0031-zero-checkpoints.md).
 """
 
@@ -20,9 +20,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def create_moments(engine: Any, stage: int) -> None:
-    """Create Adam's state, which DeepSpeed would do at the first step only.
+    """Create Adam's state, which DeepSpeed otherwise creates at the first step.
 
-    A checkpoint can then be read before any step was made.
+    A checkpoint can then be restored before the first step.
     """
     optimizer = engine.optimizer
     if stage < 3:
@@ -41,12 +41,12 @@ def create_moments(engine: Any, stage: int) -> None:
 
 
 def read(engine: Any, trained: Mapping[str, nn.Parameter], world: World) -> dict[str, Any]:
-    """Return copies of fp32 weights, moments and step counts, each divided by its first axis.
+    """Return copies of fp32 weights, moments and step counts, each sharded by its first dimension.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         trained: Trained parameters by their names in the unwrapped model.
-        world: The ranks; with one of them tensors are whole.
+        world: The ranks; with a single rank, tensors are not sharded.
     """
     from deepspeed import utils
 
@@ -73,10 +73,10 @@ def read(engine: Any, trained: Mapping[str, nn.Parameter], world: World) -> dict
 
 
 def write(engine: Any, trained: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
-    """Write what `read` returned, and a restore has filled, into the shards.
+    """Write the state of `read`, filled by a restore, into the shards.
 
-    The parameter that the forward pass uses is a narrow copy of the fp32 one, and both are
-    written; the step counts correct the moments' bias, and without them resumed losses differ.
+    The forward pass uses a low-precision copy of the fp32 parameter; both are written. The step
+    counts correct the moments' bias, and without them resumed losses differ.
     """
     moments = state["optimizer"]
     for name, parameter in trained.items():
@@ -95,9 +95,9 @@ def write(engine: Any, trained: Mapping[str, nn.Parameter], state: Mapping[str, 
 
 
 def gather(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather a model's parameters into host memory, one after the other, trained ones in fp32.
+    """Gather a model's parameters into host memory, one at a time, trained parameters in fp32.
 
-    Ranks that do not `keep` them take part and get nothing.
+    All ranks take part; without `keep`, the result is empty.
     """
     from deepspeed import utils, zero
 
@@ -117,7 +117,7 @@ def _steps(engine: Any) -> list[Tensor]:
 
 
 def _shard(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Keep this rank's rows of a tensor that all ranks have, in host memory."""
+    """Return this rank's rows of a replicated tensor, in host memory."""
     if mesh is None or whole.ndim == 0:
         return whole.detach().to("cpu", copy=True)
     rows = whole.chunk(mesh.size())
@@ -147,7 +147,7 @@ def _set(parameter: nn.Parameter, whole: Tensor, key: str | None = None) -> None
         else:
             utils.safe_set_full_optimizer_state(parameter, whole, key)
         return
-    # Not the setter of whole tensors: it fails where ranks do not divide the number of elements.
+    # Not the setter of whole tensors: it fails if ranks do not divide the number of elements.
     share = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     flat = whole.flatten()[share * torch.distributed.get_rank() :][:share]
     mine = nn.functional.pad(flat, (0, share - flat.numel()))
