@@ -10,7 +10,7 @@ import pytest
 from finetune_trainer.config import StrategyConfig
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies.fsdp import FsdpStrategy
-from finetune_trainer.strategies.fsdp_room import Kept, Sizes, choose_kept
+from finetune_trainer.strategies.fsdp_room import Sizes, Unsharded, choose_unsharded
 from support.checkpoint.checkpoint_fixtures import run_processes
 from support.strategies.parity import Case, build_model, case_config, inputs_of, world_of
 
@@ -24,40 +24,40 @@ SIZES = Sizes(state=10, weights=20, gradients=40)
 @pytest.mark.parametrize(
     ("asked", "room", "expected"),
     [
-        pytest.param({}, 70, Kept(weights=True, gradients=True), id="both fit"),
-        pytest.param({}, 69, Kept(weights=True, gradients=False), id="weights fit, and come first"),
-        pytest.param({}, 29, Kept(weights=False, gradients=False), id="neither fits"),
+        pytest.param({}, 70, Unsharded(weights=True, gradients=True), id="both fit"),
+        pytest.param({}, 69, Unsharded(weights=True, gradients=False), id="only weights fit"),
+        pytest.param({}, 29, Unsharded(weights=False, gradients=False), id="neither fits"),
         pytest.param(
             {"reshard_after_forward": True},
             50,
-            Kept(weights=False, gradients=True),
+            Unsharded(weights=False, gradients=True),
             id="gradients fit without weights",
         ),
         pytest.param(
             {"reshard_after_forward": False, "reduce_each_micro_batch": False},
             0,
-            Kept(weights=True, gradients=True),
+            Unsharded(weights=True, gradients=True),
             id="asked for",
         ),
         pytest.param(
             {"reduce_each_micro_batch": True},
             100,
-            Kept(weights=True, gradients=False),
+            Unsharded(weights=True, gradients=False),
             id="asked to keep none",
         ),
     ],
 )
 def test_fsdp_keeps_whole_what_fits_or_is_asked_for(
-    asked: dict[str, Any], room: int, expected: Kept
+    asked: dict[str, Any], room: int, expected: Unsharded
 ) -> None:
     settings = StrategyConfig.model_validate({"type": "fsdp", **asked})
-    kept = choose_kept(settings, SIZES, lambda size: size <= room, accumulates=True)
+    kept = choose_unsharded(settings, SIZES, lambda size: size <= room, accumulates=True)
     assert kept == expected
 
 
 def test_without_accumulation_no_gradient_waits_for_another_micro_batch() -> None:
-    kept = choose_kept(StrategyConfig(type="fsdp"), SIZES, lambda _: True, accumulates=False)
-    assert kept == Kept(weights=True, gradients=False)
+    kept = choose_unsharded(StrategyConfig(type="fsdp"), SIZES, lambda _: True, accumulates=False)
+    assert kept == Unsharded(weights=True, gradients=False)
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_one_rank_finishes_what_two_began_with_the_numbers_of_ddp(
     found = finished(run_config(inputs, folder, strategy=fsdp, world=one, checkpoint=going_on))
 
     assert found.resumed_step in (2, 4), "the save of step 4 begins when that of step 2 is done"
-    assert any("goes on with one process" in warning for warning in found.warnings)
+    assert any("continues with one process" in warning for warning in found.warnings)
     assert found.loss == pytest.approx(expected.loss, abs=3e-6)
     assert found.eval_loss == pytest.approx(expected.eval_loss, abs=3e-6)
     assert found.samples == expected.samples

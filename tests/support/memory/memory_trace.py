@@ -237,7 +237,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(attention, "_attend", attend),
         mock.patch.object(fused_head, "_CHUNK_BYTES_ON_CPU", fused_head._CHUNK_BYTES),
-        mock.patch.object(adamw8bit, "_AT_ONCE_ON_CPU", adamw8bit._AT_ONCE),
+        mock.patch.object(adamw8bit, "_ELEMENTS_PER_PASS_ON_CPU", adamw8bit._ELEMENTS_PER_PASS),
     ):
         yield
 

@@ -140,7 +140,7 @@ def test_going_on_with_one_process_is_said_aloud() -> None:
     fsdp = {"type": "fsdp"}
     said = single_process_warning(train_config(FOLDER, world=alone, strategy=fsdp))
     assert said is not None
-    assert said.startswith("spec.strategy.type fsdp goes on with one process")
+    assert said.startswith("spec.strategy.type fsdp continues with one process")
     assert single_process_warning(train_config(FOLDER, world=several, strategy=fsdp)) is None
     assert single_process_warning(train_config(FOLDER, world=alone)) is None
 

@@ -19,7 +19,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.strategies import adamw8bit
 from finetune_trainer.strategies.adamw8bit import AdamW8bit
-from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode, value_map
+from finetune_trainer.strategies.blockwise import Codebook, block_length, decode, encode, value_map
 from finetune_trainer.strategies.ddp import DdpStrategy
 from finetune_trainer.strategies.fsdp import FsdpStrategy
 from finetune_trainer.strategies.optimizer import NativeOptimizer
@@ -95,12 +95,12 @@ def test_codes_stand_for_the_nearest_of_torchaos_values(signed: bool) -> None:
     assert shares == pytest.approx(create_dynamic_map(signed), rel=1e-6)
     values = torch.randn(50, 64) * torch.logspace(-6, 2, 50)[:, None]
     values = values if signed else values.square()
-    meaning = Codes.on(CPU, signed=signed)
-    codes, scales = encode(values, meaning)
+    codebook = Codebook.on(CPU, signed=signed)
+    codes, scales = encode(values, codebook)
     exact = values / scales[:, None]
     choices = torch.tensor(shares if signed else shares[1:])  # no variance is read as 0
     nearest = (exact[..., None] - choices).abs().amin(-1)
-    found = decode(codes, scales, meaning) / scales[:, None]
+    found = decode(codes, scales, codebook) / scales[:, None]
     torch.testing.assert_close((exact - found).abs(), nearest, rtol=1e-4, atol=1e-7)
 
 
@@ -375,7 +375,7 @@ def test_the_compiled_pass_comes_to_the_same_codes() -> None:
             )
             with torch.no_grad():
                 for piece in adamw8bit._pieces(parameter, state, optimizer._codes[CPU]):
-                    update(*adamw8bit._of_any_length(piece), scalars)
+                    update(*adamw8bit._with_dynamic_length(piece), scalars)
             state["step"] += 1
         found.append((parameter.detach().float(), state["exp_avg.codes"].int()))
     (weights, codes), (other_weights, other_codes) = found

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch.distributed.fsdp import FSDPModule
 
-from finetune_trainer.strategies.fsdp_groups import gather_ahead
+from finetune_trainer.strategies.fsdp_groups import set_prefetch
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Layer:
 
 def gathered(count: int) -> list[Any]:
     layers = [Layer(number) for number in range(4)]
-    gather_ahead(cast("list[FSDPModule]", layers), count)
+    set_prefetch(cast("list[FSDPModule]", layers), count)
     return [(layer.forward, layer.backward) for layer in layers]
 
 

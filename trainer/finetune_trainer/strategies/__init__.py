@@ -14,7 +14,7 @@ def create(config: TrainConfig, world: World) -> Strategy:
     Raises:
         ConfigError: the engine or the device does not support the configuration.
     """
-    _refuse_bf16_where_it_is_missing(config)
+    _refuse_unsupported_bf16(config)
     if config.strategy.type == "ddp":
         from finetune_trainer.strategies.ddp import DdpStrategy
 
@@ -34,8 +34,8 @@ def single_process_warning(config: TrainConfig) -> str | None:
     if config.strategy.type == "ddp" or config.world.world_size > 1:
         return None
     return (
-        f"spec.strategy.type {config.strategy.type} goes on with one process, which holds the "
-        "whole model, its gradients and the optimizer's state by itself"
+        f"spec.strategy.type {config.strategy.type} continues with one process, which has the "
+        "whole model, its gradients and the optimizer state"
     )
 
 
@@ -56,7 +56,7 @@ def emulation_warning(config: TrainConfig, features: Mapping[str, bool]) -> str 
     )
 
 
-def _refuse_bf16_where_it_is_missing(config: TrainConfig) -> None:
+def _refuse_unsupported_bf16(config: TrainConfig) -> None:
     if config.training.precision != "bf16" or config.world.device != "cuda":
         return
     import torch

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune_trainer.model.compiler import reason_of
-from finetune_trainer.strategies.blockwise import Codes, block_length, decode, encode
+from finetune_trainer.strategies.blockwise import Codebook, block_length, decode, encode
 from finetune_trainer.strategies.rounding import key_of, rounded
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 # Elements per pass: on a GPU enough to occupy it (an fp32 buffer takes 64 MiB), on a CPU few enough
 # that the buffers stay in its cache.
-_AT_ONCE = 2**24
-_AT_ONCE_ON_CPU = 2**18
+_ELEMENTS_PER_PASS = 2**24
+_ELEMENTS_PER_PASS_ON_CPU = 2**18
 
 
 class Scalars(NamedTuple):
@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
     values: Tensor
     scales: Tensor | None
-    meaning: Codes  # of the codes
+    codebook: Codebook  # of the codes
 
 
 class AdamW8bit:
@@ -81,7 +81,7 @@ class AdamW8bit:
         self._update = compiled_update(warn) if compiled and has_compiler and is_on_gpu else update
         self.state = {parameter: _fresh_state(parameter) for parameter in decays}
         self._codes = {
-            device: (Codes.on(device, signed=True), Codes.on(device, signed=False))
+            device: (Codebook.on(device, signed=True), Codebook.on(device, signed=False))
             for device in {parameter.device for parameter in decays}
         }
 
@@ -101,10 +101,10 @@ class AdamW8bit:
             if parameter.grad is None:
                 continue
             state, device = self.state[parameter], parameter.device
-            is_good, clip, rate = shared[device]
+            finite, clip, rate = shared[device]
             scalars = Scalars(
                 step=state["step"],
-                is_finite=is_good,
+                is_finite=finite,
                 factor=clip,
                 learning_rate=rate,
                 decay=_filled(learning_rate * decay, device),
@@ -168,7 +168,7 @@ def compiled_update(
         piece = (weights, grads, first, second, rows)
         if compiled is not None:
             try:
-                compiled(*_of_any_length(piece), scalars)
+                compiled(*_with_dynamic_length(piece), scalars)
             except TorchDynamoException as error:  # before anything has run
                 compiled = None
                 warn(f"spec.training.optimizer adamw8bit is not compiled: {reason_of(error)}")
@@ -180,14 +180,14 @@ def compiled_update(
 
 
 def _read(moment: Moment) -> Tensor:
-    values, scales, meaning = moment
-    return values if scales is None else decode(values, scales, meaning)
+    values, scales, codebook = moment
+    return values if scales is None else decode(values, scales, codebook)
 
 
 def _write(moment: Moment, new: Tensor, is_finite: Tensor) -> None:
-    values, scales, meaning = moment
+    values, scales, codebook = moment
     if scales is not None:
-        new, new_scales = encode(new, meaning)
+        new, new_scales = encode(new, codebook)
         scales.copy_(torch.where(is_finite, new_scales, scales))
     values.copy_(torch.where(is_finite, new, values))
 
@@ -196,7 +196,7 @@ Piece = tuple[Tensor, Tensor, Moment, Moment, Tensor]
 
 
 def _pieces(
-    parameter: nn.Parameter, state: Mapping[str, Tensor], codes: tuple[Codes, Codes]
+    parameter: nn.Parameter, state: Mapping[str, Tensor], codes: tuple[Codebook, Codebook]
 ) -> Iterator[Piece]:
     """Yield this rank's part of a parameter as views of its blocks, in pieces of limited size."""
     assert parameter.grad is not None, "callers skip parameters without a gradient"
@@ -205,29 +205,29 @@ def _pieces(
     weights = _local(parameter.detach()).view(-1, width)
     grads = _local(parameter.grad).reshape(-1, width)
     whole = [
-        _moment(state, name, width, meaning)
-        for name, meaning in zip(("exp_avg", "exp_avg_sq"), codes, strict=True)
+        _moment(state, name, width, codebook)
+        for name, codebook in zip(("exp_avg", "exp_avg_sq"), codes, strict=True)
     ]
     start, device = _first_index(parameter) // width, weights.device
-    at_once = (_AT_ONCE if weights.is_cuda else _AT_ONCE_ON_CPU) // width
-    for low in range(0, len(weights), at_once):
-        part = slice(low, min(low + at_once, len(weights)))
+    per_pass = (_ELEMENTS_PER_PASS if weights.is_cuda else _ELEMENTS_PER_PASS_ON_CPU) // width
+    for low in range(0, len(weights), per_pass):
+        part = slice(low, min(low + per_pass, len(weights)))
         rows = torch.arange(start + low, start + part.stop, dtype=torch.int32, device=device)
         first, second = (
-            Moment(values[part], None if scales is None else scales[part], meaning)
-            for values, scales, meaning in whole
+            Moment(values[part], None if scales is None else scales[part], codebook)
+            for values, scales, codebook in whole
         )
         yield weights[part], grads[part], first, second, rows
 
 
-def _moment(state: Mapping[str, Tensor], name: str, width: int, meaning: Codes) -> Moment:
+def _moment(state: Mapping[str, Tensor], name: str, width: int, codebook: Codebook) -> Moment:
     if name in state:
-        return Moment(_local(state[name]).view(-1, width), None, meaning)
+        return Moment(_local(state[name]).view(-1, width), None, codebook)
     codes, scales = (_local(state[f"{name}.{part}"]) for part in ("codes", "scales"))
-    return Moment(codes.view(-1, width), scales.view(-1), meaning)
+    return Moment(codes.view(-1, width), scales.view(-1), codebook)
 
 
-def _of_any_length(piece: Piece) -> Piece:
+def _with_dynamic_length(piece: Piece) -> Piece:
     """Mark the lengths as dynamic, so that one kernel serves pieces of all lengths."""
     weights, grads, first, second, rows = piece
     for tensor in (weights, grads, *first[:2], *second[:2], rows):
@@ -264,11 +264,11 @@ def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
         code_of_zero = 127 if name == "exp_avg" else 0
         state[f"{name}.codes"] = torch.full_like(parameter, code_of_zero, dtype=torch.uint8)
         blocks = (parameter.shape[0], parameter.shape[1:].numel() // length)
-        state[f"{name}.scales"] = _zeros_beside(parameter, blocks)
+        state[f"{name}.scales"] = _zeros_sharded_like(parameter, blocks)
     return state
 
 
-def _zeros_beside(parameter: Tensor, shape: tuple[int, int]) -> Tensor:
+def _zeros_sharded_like(parameter: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return fp32 zeros whose first dimension is sharded like the parameter's."""
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, device=parameter.device)

@@ -30,11 +30,11 @@ def block_length(shape: torch.Size) -> int | None:
     return next((length for length in lengths if row % length == 0), None)
 
 
-class Codes(NamedTuple):
+class Codebook(NamedTuple):
     """The values of the 256 codes, on one device."""
 
     values: Tensor  # (256,) in rising order, fp32
-    between: Tensor  # (255,) the middle between each two
+    boundaries: Tensor  # (255,) midpoints of neighbouring values
     is_signed: bool
 
     @classmethod
@@ -44,22 +44,22 @@ class Codes(NamedTuple):
         return cls(values, (values[:-1] + values[1:]) / 2, signed)
 
 
-def encode(values: Tensor, meaning: Codes) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     """Return the nearest uint8 codes (N, B) and the scales (N,) of fp32 values (N, B).
 
     With unsigned codes, positive values remain positive.
     """
     scales = values.abs().amax(1).clamp(min=_LEAST_SCALE)
     shares = values / scales[:, None]
-    codes = torch.bucketize(shares, meaning.between, out_int32=True, right=True)
-    if not meaning.is_signed:
+    codes = torch.bucketize(shares, codebook.boundaries, out_int32=True, right=True)
+    if not codebook.is_signed:
         codes = torch.where(values > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8), scales
 
 
-def decode(codes: Tensor, scales: Tensor, meaning: Codes) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, codebook: Codebook) -> Tensor:
     """Return the fp32 values (N, B) of codes (N, B) and scales (N,)."""
-    return meaning.values[codes.int()] * scales[:, None]
+    return codebook.values[codes.int()] * scales[:, None]
 
 
 def value_map(*, signed: bool) -> list[float]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune_trainer.errors import WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
 
@@ -45,8 +45,8 @@ class DdpStrategy(NativeStrategy):
     def forward(self, inputs: dict[str, Tensor], *, is_last: bool) -> Tensor:
         """Run the forward pass; gradients are averaged in the backward of the last micro-batch."""
         wrapped = self._wrapped
-        quiet = isinstance(wrapped, DistributedDataParallel) and not is_last
-        with wrapped.no_sync() if quiet else nullcontext(), self._autocast():  # type: ignore[operator]
+        no_sync = isinstance(wrapped, DistributedDataParallel) and not is_last
+        with wrapped.no_sync() if no_sync else nullcontext(), self._autocast():  # type: ignore[operator]
             loss_sum: Tensor = wrapped(**inputs)
         return loss_sum
 
@@ -82,5 +82,5 @@ class DdpStrategy(NativeStrategy):
         return wrapped
 
     def _autocast(self) -> torch.autocast:
-        narrow = NARROW.get(self._config.training.precision)
-        return torch.autocast(self._world.device.type, dtype=narrow, enabled=narrow is not None)
+        dtype = COMPUTE_DTYPES.get(self._config.training.precision)
+        return torch.autocast(self._world.device.type, dtype=dtype, enabled=dtype is not None)

@@ -30,14 +30,14 @@ from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.quantize import hand_out_scales, stored_as
-from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, gather_ahead
+from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, set_prefetch
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
-    Kept,
     Sizes,
-    choose_kept,
+    Unsharded,
+    choose_unsharded,
 )
-from finetune_trainer.strategies.optimizer import NARROW, NativeOptimizer, NativeStrategy
+from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
 from finetune_trainer.strategies.skeleton import empty_copy, filled
@@ -57,7 +57,7 @@ class FsdpStrategy(NativeStrategy):
         self._groups: Groups
         self._sharded: list[FSDPModule]
         self._skeleton: nn.Module | None = None
-        self._kept = Kept(weights=False, gradients=False)
+        self._unsharded = Unsharded(weights=False, gradients=False)
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Shard the module, create the optimizer, and verify the result against the config.
@@ -74,20 +74,20 @@ class FsdpStrategy(NativeStrategy):
                 undo_float8(self._skeleton)
         if is_loaded_once(self._config):
             weights: dict[str, Tensor] = dict(module.named_parameters())
-            _forget_weights(module, self._world)
+            _move_to_meta(module, self._world)
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
             self._scatter(weights)
             hand_out_scales(module.model, self._skeleton, self._world)
         else:
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
-        self._assert_built_as_asked()
+        self._verify()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
-        self._kept = self._choose_kept()
-        self._groups.arrange(keeps_weights=self._kept.weights)
-        gather_ahead(self._sharded[:-1], self._config.strategy.prefetch)
+        self._unsharded = self._choose_unsharded()
+        self._groups.arrange(retains_weights=self._unsharded.weights)
+        set_prefetch(self._sharded[:-1], self._config.strategy.prefetch)
         self._optimizer = NativeOptimizer(self.model, training, device, shards, warn)
-        sentence = rounding_warning(self._config, adds_up_whole=self._kept.gradients)
+        sentence = rounding_warning(self._config, adds_up_whole=self._unsharded.gradients)
         if sentence is not None:
             warn(sentence)
 
@@ -97,11 +97,11 @@ class FsdpStrategy(NativeStrategy):
         Otherwise gradients are reduce-scattered after each micro-batch, and only the reduction over
         replicas waits for the last one.
         """
-        root, kept = self._sharded[-1], self._kept
-        root.set_requires_gradient_sync(is_last or not kept.gradients)
+        root, unsharded = self._sharded[-1], self._unsharded
+        root.set_requires_gradient_sync(is_last or not unsharded.gradients)
         root.set_requires_all_reduce(is_last)
         # If memory allows, weights are gathered once for all micro-batches of a step.
-        root.set_reshard_after_backward(is_last or not kept.weights)
+        root.set_reshard_after_backward(is_last or not unsharded.weights)
         loss_sum: Tensor = self._module(**inputs)
         return loss_sum
 
@@ -131,9 +131,9 @@ class FsdpStrategy(NativeStrategy):
 
     def _shard(self, module: CausalLoss, mesh: DeviceMesh | None) -> list[FSDPModule]:
         """Shard each group, then the module itself; return them in this order."""
-        narrow = NARROW.get(self._config.training.precision)
-        wide = torch.float32 if narrow else None  # gradients are reduced over ranks in fp32
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
+        param_dtype = COMPUTE_DTYPES.get(self._config.training.precision)
+        reduce_dtype = torch.float32 if param_dtype else None
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         offload = OffloadPolicy()
         if self._config.strategy.offload == "cpu":
             offload = CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
@@ -179,34 +179,34 @@ class FsdpStrategy(NativeStrategy):
             part = distribute_tensor(whole, shard.device_mesh, shard.placements)
             shard.to_local().copy_(part.to_local())
 
-    def _assert_built_as_asked(self) -> None:
-        asked = self._config.world.world_size
-        if self._mesh.size() != asked:
+    def _verify(self) -> None:
+        expected = self._config.world.world_size
+        if self._mesh.size() != expected:
             raise WorldSizeError(
-                f"FSDP was built over {self._mesh.size()} ranks, not {asked}; check the launcher"
+                f"FSDP was built over {self._mesh.size()} ranks, not {expected}; check the launcher"
             )
         whole = [n for n, p in self._module.named_parameters() if not isinstance(p, DTensor)]
         plain = [m for m in self._sharded if not isinstance(m, FSDPModule)]
         if whole or plain:
             raise TrainerError(
-                f"FSDP left {len(whole)} parameters whole (first {whole[:1]}) and {len(plain)} "
-                "modules as they were; this version of torch cannot be used"
+                f"FSDP left {len(whole)} parameters (first {whole[:1]}) and {len(plain)} modules "
+                "unsharded; this version of torch cannot be used"
             )
 
-    def _choose_kept(self) -> Kept:
+    def _choose_unsharded(self) -> Unsharded:
         """Choose the tensors that stay unsharded between micro-batches; a collective."""
-        wide = 8 if self._config.training.precision == "fp64" else 4
-        width = 2 if self._config.training.precision in NARROW else wide
+        sum_size = 8 if self._config.training.precision == "fp64" else 4
+        item_size = 2 if self._config.training.precision in COMPUTE_DTYPES else sum_size
         trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         # Bytes of gradient and two moments, in 8 bits with their scales.
-        per_parameter = 5 if self._config.training.optimizer == "adamw8bit" else 3 * wide
+        per_parameter = 5 if self._config.training.optimizer == "adamw8bit" else 3 * sum_size
         sizes = Sizes(
             state=per_parameter * trained // self._mesh["shard"].size(),
-            weights=width * sum(p.numel() for p in self._module.parameters()),
-            gradients=wide * trained,
+            weights=item_size * sum(p.numel() for p in self._module.parameters()),
+            gradients=sum_size * trained,
         )
         accumulates = self._config.gradient_accumulation_steps > 1
-        return choose_kept(self._config.strategy, sizes, self._fits, accumulates=accumulates)
+        return choose_unsharded(self._config.strategy, sizes, self._fits, accumulates=accumulates)
 
     def _fits(self, size: int) -> bool:
         """Whether `size` bytes are within the allowed share of free memory on every rank."""
@@ -226,7 +226,7 @@ class FsdpStrategy(NativeStrategy):
             part.reshard()
 
 
-def _forget_weights(module: nn.Module, world: World) -> None:
+def _move_to_meta(module: nn.Module, world: World) -> None:
     """Move every parameter to the meta device, with its shape and dtype on rank 0."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     own = {name: stored_as(parameter) for parameter, name in names.items()}
@@ -235,7 +235,7 @@ def _forget_weights(module: nn.Module, world: World) -> None:
         different = sorted(own.keys() ^ whole.keys())
         raise TrainerError(
             f"rank {world.rank} has built another model than rank 0 (first {different[0]}); use "
-            "spec.strategy.type zero3 for this one"
+            "spec.strategy.type zero3 for this model"
         )
     empty = {
         parameter: nn.Parameter(
@@ -256,8 +256,8 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
         replicas = 1
         if not config.checkpoint.is_continued:
             raise ConfigError(
-                "spec.strategy.type fsdp needs at least two processes; use ddp, which is the same "
-                "on one"
+                "spec.strategy.type fsdp needs at least two processes; use ddp, which is "
+                "equivalent with one"
             )
         if not dist.is_initialized():  # a mesh needs a process group even for one process
             backend = "nccl" if world.device.type == "cuda" else "gloo"
@@ -266,7 +266,7 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
     elif size % replicas or size == replicas:
         raise ConfigError(
             f"spec.strategy.replicas {replicas} does not divide {size} processes into groups of "
-            "at least two; use another number, or ddp where every process holds the whole model"
+            "at least two; use another number, or ddp, in which every process has the whole model"
         )
     if replicas == 1:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))

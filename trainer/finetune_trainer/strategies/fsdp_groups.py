@@ -36,25 +36,25 @@ class Groups:
         """All modules in the order of forward."""
         return [part for part in (self.embedding, *self.layers, self.head) if part is not None]
 
-    def arrange(self, *, keeps_weights: bool) -> None:
+    def arrange(self, *, retains_weights: bool) -> None:
         """Set when the groups are gathered and resharded.
 
         The head stays gathered for its backward pass, which directly follows forward. The backward
         pass of an embedding needs no weight.
 
         Args:
-            keeps_weights: Whether weights stay gathered from the first micro-batch's forward to the
-                last one's backward.
+            retains_weights: Whether weights stay gathered from the first micro-batch's forward to
+                the last one's backward.
         """
         for part in self.in_order:
-            is_kept = keeps_weights or part is self.head
-            cast(FSDPModule, part).set_reshard_after_forward(not is_kept, recurse=False)
+            stays_gathered = retains_weights or part is self.head
+            cast(FSDPModule, part).set_reshard_after_forward(not stays_gathered, recurse=False)
         if self.embedding is not None and _is_table(self.embedding):
             cast(FSDPModule, self.embedding).set_unshard_in_backward(False)
         if self.head is not None:
             # By default torch retains the gathering buffer, as large as the weight, until the next
             # group is gathered; the head has no next group.
-            self.head.register_forward_pre_hook(_take, prepend=True)
+            self.head.register_forward_pre_hook(_unshard_early, prepend=True)
             last, head = cast(FSDPModule, self.layers[-1]), cast(FSDPModule, self.head)
             last.set_modules_to_forward_prefetch([head])
 
@@ -70,13 +70,13 @@ def choose_groups(module: CausalLoss) -> Groups:
     layers = tuple(part for part in module.model.modules() if type(part).__name__ in names)
     if not layers:
         raise ConfigError(
-            "spec.strategy.type fsdp cannot find the layers of this model, which names none "
-            "that must stay whole; use zero3 or ddp"
+            "spec.strategy.type fsdp cannot find the layers of this model, which has none of its "
+            "_no_split_modules; use zero3 or ddp"
         )
     return Groups(layers, *separate_ends(base, layers))
 
 
-def gather_ahead(groups: Sequence[FSDPModule], count: int) -> None:
+def set_prefetch(groups: Sequence[FSDPModule], count: int) -> None:
     """Prefetch the weights of `count` groups ahead; 0 keeps torch's implicit prefetch.
 
     By default torch gathers the next group when the host reaches it, which on a GPU is early enough
@@ -90,7 +90,7 @@ def gather_ahead(groups: Sequence[FSDPModule], count: int) -> None:
         group.set_modules_to_backward_prefetch(list(reversed(earlier)))
 
 
-def _take(head: nn.Module, args: tuple[Any, ...]) -> None:
+def _unshard_early(head: nn.Module, args: tuple[Any, ...]) -> None:
     """Unshard the head before FSDP's own hook, which frees the gathering buffer early."""
     cast(FSDPModule, head).unshard()
 

@@ -16,7 +16,7 @@ SHARE_OF_FREE_MEMORY = 0.5
 
 
 @dataclass(frozen=True)
-class Kept:
+class Unsharded:
     """Tensors that stay unsharded on every rank.
 
     Attributes:
@@ -39,28 +39,28 @@ class Sizes:
     gradients: int
 
 
-def choose_kept(
-    asked: StrategyConfig, sizes: Sizes, fits: Callable[[int], bool], *, accumulates: bool
-) -> Kept:
+def choose_unsharded(
+    config: StrategyConfig, sizes: Sizes, fits: Callable[[int], bool], *, accumulates: bool
+) -> Unsharded:
     """Return the configured choices; unset ones depend on the free memory.
 
     Weights have priority: for the same savings of traffic they need half the memory of gradients.
 
     Args:
-        asked: Configuration; `reshard_after_forward` and `reduce_each_micro_batch` may be None.
+        config: `reshard_after_forward` and `reduce_each_micro_batch` may be None.
         sizes: Sizes on this rank.
         fits: Whether a number of bytes fits on every rank; a collective, so all ranks must make
             the same calls.
         accumulates: Whether a step has several micro-batches.
     """
-    if asked.reshard_after_forward is None:
+    if config.reshard_after_forward is None:
         weights = fits(sizes.state + sizes.weights)
     else:
-        weights = not asked.reshard_after_forward
+        weights = not config.reshard_after_forward
     if not accumulates:
-        return Kept(weights, gradients=False)
-    if asked.reduce_each_micro_batch is None:
+        return Unsharded(weights, gradients=False)
+    if config.reduce_each_micro_batch is None:
         gradients = fits(sizes.state + weights * sizes.weights + sizes.gradients)
     else:
-        gradients = not asked.reduce_each_micro_batch
-    return Kept(weights, gradients)
+        gradients = not config.reduce_each_micro_batch
+    return Unsharded(weights, gradients)

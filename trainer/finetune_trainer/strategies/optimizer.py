@@ -21,7 +21,7 @@ from finetune_trainer.strategies.adamw8bit import AdamW8bit
 from finetune_trainer.world import World
 
 # Compute dtype of forward and backward, if it differs from the trained parameters' dtype.
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE = 65_536.0
 # Steps without overflow before fp16's loss scale doubles; an overflow halves it at once.
 GROWTH_INTERVAL = 2_000
@@ -55,7 +55,7 @@ class NativeOptimizer:
         # If parameters are offloaded, the kernel that reads the scale runs on the host. Torch would
         # copy the scale without a sync (`torch.optim.adam._fused_adam`), and the kernel could read
         # stale memory. The copy is made here instead, with a host sync.
-        self._home = next((p.device for p in self._trained.values()), device)
+        self._parameter_device = next((p.device for p in self._trained.values()), device)
         self._shards = shards
         self._is_scaled = training.precision == "fp16"
         self._scale = torch.tensor(FIRST_LOSS_SCALE if self._is_scaled else 1.0, device=device)
@@ -98,8 +98,8 @@ class NativeOptimizer:
                 grad.div_(clip)
             clip = torch.ones_like(clip)
         divisor = (self._scale * clip).float()
-        adamw.grad_scale = divisor.to(self._home)  # type: ignore[attr-defined]
-        adamw.found_inf = found_inf.to(self._home)  # type: ignore[attr-defined]
+        adamw.grad_scale = divisor.to(self._parameter_device)  # type: ignore[attr-defined]
+        adamw.found_inf = found_inf.to(self._parameter_device)  # type: ignore[attr-defined]
         for group in adamw.param_groups:
             group["lr"] = learning_rate
         adamw.step()
@@ -224,13 +224,13 @@ def fresh_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _expect_dtype(trained: dict[str, nn.Parameter], training: TrainingConfig) -> None:
-    asked = f"spec.training.precision {training.precision}"
+    setting = f"spec.training.precision {training.precision}"
     expected = torch.float64 if training.precision == "fp64" else torch.float32
     if training.optimizer == "adamw8bit":  # stochastic rounding preserves small updates
-        asked, expected = "spec.training.optimizer adamw8bit", torch.bfloat16
+        setting, expected = "spec.training.optimizer adamw8bit", torch.bfloat16
     for name, parameter in trained.items():
         if parameter.dtype != expected:
             raise ConfigError(
-                f"{asked}: the trained parameter {name} is {parameter.dtype}, not {expected}; "
-                "small updates would be lost in it, or memory"
+                f"{setting}: the trained parameter {name} is {parameter.dtype}, not {expected}; "
+                "it would lose small updates, or waste memory"
             )

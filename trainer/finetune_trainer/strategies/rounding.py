@@ -34,12 +34,12 @@ def rounded(values: Tensor, key: Tensor, rows: Tensor) -> Tensor:
         rows: (N,), int32: indices of the rows within the whole parameter.
     """
     columns = torch.arange(values.shape[1], dtype=torch.int32, device=values.device)
-    chance = _mixed(_mixed(rows ^ _mixed(key))[:, None] ^ columns) & _LOW_HALF
-    bits = (values.view(torch.int32) + chance) & ~_LOW_HALF
+    noise = _hash(_hash(rows ^ _hash(key))[:, None] ^ columns) & _LOW_HALF
+    bits = (values.view(torch.int32) + noise) & ~_LOW_HALF
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """Return a 32-bit hash in which each bit depends on each bit of x: MurmurHash3's finaliser.
 
     The mask turns torch's arithmetic shift into a logical one; products wrap around.
@@ -60,11 +60,11 @@ def rounding_warning(config: TrainConfig, *, adds_up_whole: bool = False) -> str
     micro_batches = config.gradient_accumulation_steps
     if config.training.optimizer == "adamw" or adds_up_whole or micro_batches <= MOST_SUMS_IN_BF16:
         return None
-    helps = "use spec.strategy.type fsdp, which adds up in fp32 where there is room"
+    advice = "use spec.strategy.type fsdp, which sums in fp32 if memory allows"
     if config.strategy.type == "fsdp":
-        helps = "set spec.strategy.reduceEachMicroBatch to false, which adds up in fp32"
+        advice = "set spec.strategy.reduceEachMicroBatch to false to sum in fp32"
     return (
-        f"spec.training.optimizer adamw8bit adds up the gradients of {micro_batches} micro-batches "
+        f"spec.training.optimizer adamw8bit sums the gradients of {micro_batches} micro-batches "
         "in bf16, which changes them by more than 1 %; raise spec.training.microBatchSize, or "
-        f"{helps}"
+        f"{advice}"
     )

@@ -34,7 +34,7 @@ class ZeroStrategy:
     """A DeepSpeed engine around the loss module."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
-        _refuse(config)
+        _refuse_unsupported(config)
         self._deepspeed = _start_deepspeed(config, world)
         self._config = config
         self._world = world
@@ -42,7 +42,7 @@ class ZeroStrategy:
         self._module: CausalLoss
         self._engine: Any
         # Stage 3 has no unsharded weights, and bf16 and fp16 have no fp32 ones: both are gathered.
-        self._is_copied = self._stage == 3 or config.training.precision != "fp32"
+        self._is_gathered = self._stage == 3 or config.training.precision != "fp32"
         self._skeleton: nn.Module | None = None
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
@@ -57,7 +57,7 @@ class ZeroStrategy:
         largest = max(p.numel() for p in module.parameters())
         settings = deepspeed_config(self._config, largest_parameter=largest)
         self._module = module
-        if self._is_copied and self._world.is_main:
+        if self._is_gathered and self._world.is_main:
             self._skeleton = empty_copy(module.model)
 
         def shard(whole: CausalLoss, _: object) -> Any:
@@ -73,7 +73,7 @@ class ZeroStrategy:
         # DeepSpeed shards over the default process group and accepts no mesh.
         self._engine = parallelize(module, None, self._config, shard, warn)
         limit_waits(self._config, self._engine.data_parallel_group)
-        self._assert_built_as_asked()
+        self._verify()
         if self._engine.fp16_enabled():  # the loop stops a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         zero_state.create_moments(self._engine, self._stage)
@@ -117,7 +117,7 @@ class ZeroStrategy:
 
     def whole_model(self) -> nn.Module | None:
         """Return the model on rank 0, trained parameters in fp32; a copy is in host memory."""
-        if not self._is_copied:
+        if not self._is_gathered:
             return self.model if self._world.is_main else None
         gathered = zero_state.gather(self.model, keep=self._world.is_main)
         if self._skeleton is None:
@@ -132,21 +132,21 @@ class ZeroStrategy:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _assert_built_as_asked(self) -> None:
-        engine, asked = self._engine, self._config
-        if engine.dp_world_size != asked.world.world_size:
+    def _verify(self) -> None:
+        engine, config = self._engine, self._config
+        if engine.dp_world_size != config.world.world_size:
             raise WorldSizeError(
                 f"DeepSpeed was built over {engine.dp_world_size} ranks, not "
-                f"{asked.world.world_size}; check the launcher"
+                f"{config.world.world_size}; check the launcher"
             )
         built = (engine.zero_optimization_stage(), engine.get_data_types()[0])
-        expected = (self._stage, _PRECISIONS[asked.training.precision])
+        expected = (self._stage, _PRECISIONS[config.training.precision])
         is_sharded = any(hasattr(p, "ds_id") for p in self._module.parameters())
         if built != expected or is_sharded != (self._stage == 3):
             raise TrainerError(
                 f"DeepSpeed built stage {built[0]} in {built[1]} (parameters sharded: "
-                f"{is_sharded}), not stage {expected[0]} in {expected[1]}; this version of it "
-                "cannot be used"
+                f"{is_sharded}), not stage {expected[0]} in {expected[1]}; this version of "
+                "DeepSpeed cannot be used"
             )
 
 
@@ -167,7 +167,7 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
         "contiguous_gradients": True,
         **_offload(config, largest_parameter),
     }
-    is_narrow = training.precision != "fp32"
+    is_low_precision = training.precision != "fp32"
     return {
         "train_batch_size": training.micro_batch_size * world.world_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -186,7 +186,7 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
             "hysteresis": 1,
         },
         # Sums of many small values: over micro-batches, and over ranks.
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if is_narrow else {}),
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if is_low_precision else {}),
         "communication_data_type": "fp32",
         "timers": {"throughput": {"enabled": False}},  # it would sync at each step
     }
@@ -208,7 +208,7 @@ def _offload(config: TrainConfig, largest_parameter: int) -> dict[str, Any]:
     }
 
 
-def _refuse(config: TrainConfig) -> None:
+def _refuse_unsupported(config: TrainConfig) -> None:
     """Refuse settings that DeepSpeed does not support, or would silently apply wrongly."""
     kind, training = config.strategy.type, config.training
     if importlib.util.find_spec("deepspeed") is None:
@@ -248,11 +248,11 @@ def _start_deepspeed(config: TrainConfig, world: World) -> Any:
     # Otherwise it compiles an operator for collectives between CPUs, 45 s at the first start.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    _refuse_here(config)
+    _refuse_on_this_machine(config)
     return deepspeed
 
 
-def _refuse_here(config: TrainConfig) -> None:
+def _refuse_on_this_machine(config: TrainConfig) -> None:
     """Refuse settings that this machine does not support before the first step."""
     from deepspeed.accelerator import get_accelerator
 
@@ -270,8 +270,8 @@ def _refuse_here(config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ConfigError(
-            f"spec.strategy.nvmePath {path} cannot be written into ({error.strerror}); name a "
-            "folder that this process may write into"
+            f"spec.strategy.nvmePath {path} is not writable ({error.strerror}); use a folder that "
+            "this process can write"
         ) from error
     try:
         _load_async_io()
@@ -296,6 +296,6 @@ def _load_async_io() -> None:
     root.mkdir(parents=True, exist_ok=True)
     with (root / "async_io.flock").open("w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
-        for left in root.rglob("async_io/lock"):
-            left.unlink()
+        for stale in root.rglob("async_io/lock"):
+            stale.unlink()
         AsyncIOBuilder().load(verbose=False)

@@ -122,9 +122,9 @@ def _shard(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
         return whole.detach().to("cpu", copy=True)
     rows = whole.chunk(mesh.size())
     rank = mesh.get_local_rank()
-    mine = rows[rank] if rank < len(rows) else whole[:0]
+    local = rows[rank] if rank < len(rows) else whole[:0]
     return DTensor.from_local(
-        mine.detach().to("cpu", copy=True),
+        local.detach().to("cpu", copy=True),
         mesh,
         [Shard(0)],
         run_check=False,
@@ -150,11 +150,11 @@ def _set(parameter: nn.Parameter, whole: Tensor, key: str | None = None) -> None
     # Not the setter of whole tensors: it fails if ranks do not divide the number of elements.
     share = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     flat = whole.flatten()[share * torch.distributed.get_rank() :][:share]
-    mine = nn.functional.pad(flat, (0, share - flat.numel()))
+    local = nn.functional.pad(flat, (0, share - flat.numel()))
     if key is None:
-        utils.safe_set_local_fp32_param(parameter, mine)
+        utils.safe_set_local_fp32_param(parameter, local)
     else:
-        utils.safe_set_local_optimizer_state(parameter, mine, key)
+        utils.safe_set_local_optimizer_state(parameter, local, key)
 
 
 def _set_live(parameter: nn.Parameter, whole: Tensor) -> None:
