@@ -265,7 +265,7 @@ class _Step:
         size, hidden = self.item_size, self.shape.hidden
         each = layer.norms * self.norm(hidden, is_trained=layer.norms_trained)
         each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
-        each += sum(p.outputs for p in layer.into_attention) * size  # rotated, and values
+        each += sum(p.outputs for p in layer.into_attention) * size  # rotated q and k, and v
         each += sum(self.norm(w, is_trained=layer.norms_trained) for w in layer.head_norms)
         each += attention.inputs * size + 4 * self.shape.heads  # result and its logsumexp
         gates = sum(p.outputs for p in layer.into_mlp)

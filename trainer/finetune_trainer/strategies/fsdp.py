@@ -198,7 +198,7 @@ class FsdpStrategy(NativeStrategy):
         sum_size = 8 if self._config.training.precision == "fp64" else 4
         item_size = 2 if self._config.training.precision in COMPUTE_DTYPES else sum_size
         trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        # Bytes of gradient and two moments, in 8 bits with their scales.
+        # Bytes of gradient and two moments; 8-bit moments include their scales.
         per_parameter = 5 if self._config.training.optimizer == "adamw8bit" else 3 * sum_size
         sizes = Sizes(
             state=per_parameter * trained // self._mesh["shard"].size(),

@@ -54,7 +54,7 @@ class NativeOptimizer:
         self._device = device
         # If parameters are offloaded, the kernel that reads the scale runs on the host. Torch would
         # copy the scale without a sync (`torch.optim.adam._fused_adam`), and the kernel could read
-        # stale memory. The copy is made here instead, with a host sync.
+        # stale memory. `_update` copies it first, with a host sync.
         self._parameter_device = next((p.device for p in self._trained.values()), device)
         self._shards = shards
         self._is_scaled = training.precision == "fp16"

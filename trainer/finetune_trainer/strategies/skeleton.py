@@ -21,7 +21,7 @@ def empty_copy(model: nn.Module) -> nn.Module:
     for module in empty.modules():
         if (
             scales := getattr(module, "quant_state", None)
-        ) is not None:  # no buffers of a 4-bit layer
+        ) is not None:  # scales of a 4-bit layer are not buffers
             scales.to("cpu")
     return empty
 
