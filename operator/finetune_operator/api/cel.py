@@ -1,7 +1,7 @@
-"""Evaluate the rules of a schema at every node of an object, as the API server does.
+"""Evaluate the rules of a schema at every node of an object, like the API server.
 
-Rules see the object with its defaults, and one that raises counts as broken. Rules that name
-`oldSelf` are evaluated only on an update.
+Rules see the object with its defaults, and a rule that raises an error counts as broken. Rules that
+name `oldSelf` are evaluated only on an update.
 """
 
 import re
@@ -27,7 +27,7 @@ def check_rules(
     Args:
         value: The object with its defaults.
         schema: Its structural schema.
-        findings: What is structurally wrong; a rule that reads such a field is not evaluated, as it
+        findings: Structural errors. A rule that reads such a field is not evaluated, because it
             would only repeat the finding.
         old: The object before an update, with its defaults.
     """
@@ -53,7 +53,7 @@ def _check(
 
 
 def _is_blocked(rule: str, path: FieldPath, blocked: Sequence[FieldPath]) -> bool:
-    """Say whether a wrong value is at, above or below anything that the rule reads."""
+    """Whether a wrong value is at, above or below a field that the rule reads."""
     for reference in _REFERENCE.findall(rule):
         read = (*path, *reference.split(".")[1:])
         for wrong in blocked:
@@ -92,7 +92,7 @@ def _compiled(rule: str) -> Program:
 
 
 def _quoted(value: Any, field: tuple[str, ...]) -> str:
-    """Return the value a sentence is about and a space; empty where it has no short form."""
+    """Return the value of the field and a space; empty if the value has no short form."""
     for part in field:
         value = value.get(part) if isinstance(value, dict) else None
     return f"{show_value(value)} " if is_scalar(value) else ""

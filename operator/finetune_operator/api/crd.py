@@ -1,7 +1,7 @@
-"""The CustomResourceDefinitions, made from the models; the files of `crds/` are their text.
+"""Generate the CustomResourceDefinitions from the models, and the files of `crds/`.
 
-`openapi.py` converts the models, as the API server refuses the `$ref`, the `anyOf` for null and the
-`const` of pydantic's `model_json_schema`; this file adds what is not in the models.
+`openapi.py` converts the models, because the API server refuses the `$ref`, the `anyOf` for null
+and the `const` of pydantic's `model_json_schema`. This file adds the parts outside of the models.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ COLUMNS = (
     _column("Backend", ".spec.backend.type", priority=1),
     _column("Queue", ".spec.queue.name", priority=1),
 )
-"""Columns of `kubectl get`; it shows those of priority 1 only with `-o wide`."""
+"""Columns of `kubectl get`; columns of priority 1 are shown only with `-o wide`."""
 
 PROFILE_COLUMNS = (
     _column("Image", ".spec.image"),
@@ -62,7 +62,7 @@ KEPT = {
     "argocd.argoproj.io/sync-options": "Prune=false",
     "kustomize.toolkit.fluxcd.io/prune": "disabled",
 }
-"""Annotations by which no tool deletes a CRD, and with it every job, as it is no longer listed."""
+"""Annotations that keep tools from deleting a CRD, and with it every job, when they prune."""
 
 _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of the rule about it
 
@@ -70,8 +70,8 @@ _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of t
 def job_schema() -> Schema:
     """Return the structural schema of a FineTuneJob.
 
-    The API server checks apiVersion, kind and metadata itself; of these a schema may bound only the
-    name.
+    The API server checks apiVersion, kind and metadata itself; a schema may restrict only the name
+    in them.
     """
     metadata: Schema = {"type": "object", "properties": {"name": _NAME}}
     return _root_schema(FineTuneJob, metadata, "spec", "status")
@@ -102,7 +102,7 @@ def _for_api_server(part: Any) -> Any:
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CRD of FineTuneJob as the object `kubectl apply` takes."""
+    """Return the CRD of FineTuneJob as an object for `kubectl apply`."""
     version = {
         **_version(job_schema(), COLUMNS),
         "subresources": {
@@ -162,10 +162,10 @@ def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> d
 
 
 def crd_yaml(definition: dict[str, Any]) -> str:
-    """Return the text of a CRD, a YAML document; the same models give the same text."""
+    """Return the text of a CRD, a YAML document; the same models produce the same text."""
 
     class Dumper(yaml.SafeDumper):
-        """Writes equal parts out in full, as anchors make a CRD hard to read."""
+        """Dumper without aliases, because anchors make a CRD hard to read."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -175,6 +175,6 @@ def crd_yaml(definition: dict[str, Any]) -> str:
 
 
 def crd_files() -> dict[str, str]:
-    """Return the text of every file of `crds/`, by name and in its order."""
+    """Return the text of every file of `crds/` by name, in order."""
     definitions = (custom_resource_definition(), profile_definition())
     return {f"{one['spec']['names']['plural']}.yaml": crd_yaml(one) for one in definitions}

@@ -1,7 +1,7 @@
-"""The revision of each CRD's schema: a number that says which of two CRDs is the older one.
+"""The revision of each CRD's schema: a number that orders the schemas of a CRD by age.
 
-A CRD carries it as an annotation. The operator works with CRDs of its own revision and with newer
-ones; with an older one the API server would drop fields of the status that the operator writes.
+A CRD has its revision as an annotation. The operator works with CRDs of its own revision or a newer
+one. With an older CRD the API server would drop fields of the status that the operator writes.
 """
 
 import hashlib
@@ -21,29 +21,29 @@ REVISIONS: dict[str, tuple[str, ...]] = {
     ),
     "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1", "157fd2c5fd3280ea"),
 }
-"""The digests of all schemas that a CRD has had, oldest first: the revision is their number.
+"""Digests of all schemas of a CRD, oldest first; the revision is the number of digests.
 
-A changed schema gets a line of its own at the end; a line that is there never changes, as clusters
-have CRDs of its revision.
+A changed schema adds a line at the end. Existing lines never change, because clusters have CRDs of
+these revisions.
 """
 
 _TEXTS = frozenset({"description", "title"})
 
 
 def revision(name: str) -> int:
-    """Return the revision of the schema that this package has for the CRD of that name."""
+    """Return the revision of this package's schema for the CRD of that name."""
     return len(REVISIONS[name])
 
 
 def revision_of(definition: dict[str, Any]) -> int:
-    """Return the revision that a CRD of a cluster carries; 0 where it carries no number."""
+    """Return the revision of a CRD in a cluster; 0 if it has none."""
     annotations = definition.get("metadata", {}).get("annotations") or {}
     written = str(annotations.get(REVISION_ANNOTATION, ""))
     return int(written) if written.isdecimal() else 0
 
 
 def unrecorded(definition: dict[str, Any]) -> str | None:
-    """Say how to raise the revision of a CRD whose schema changed; None where it has its own."""
+    """Return how to raise the revision of a CRD; None if its schema is recorded."""
     name, digest = definition["metadata"]["name"], schema_digest(definition)
     if REVISIONS.get(name, ())[-1:] == (digest,):
         return None
@@ -54,10 +54,10 @@ def unrecorded(definition: dict[str, Any]) -> str | None:
 
 
 def schema_digest(definition: dict[str, Any]) -> str:
-    """Return a digest of all that the API server does with objects of this CRD.
+    """Return a digest of the parts of a CRD that determine how its objects are stored.
 
-    Descriptions and the columns of `kubectl get` do not count: no object is stored differently for
-    them.
+    Descriptions and the columns of `kubectl get` are excluded, because they do not affect stored
+    objects.
     """
     spec = dict(definition["spec"])
     spec["versions"] = [_counted(version) for version in spec["versions"]]
@@ -71,7 +71,7 @@ def _counted(version: dict[str, Any]) -> dict[str, Any]:
 
 
 def _node(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without its texts; a property may be called as they are."""
+    """Return a schema without its texts; a property may have the name of a text."""
     found = {key: value for key, value in schema.items() if key not in _TEXTS}
     if "properties" in found:
         found["properties"] = {name: _node(one) for name, one in found["properties"].items()}

@@ -1,4 +1,4 @@
-"""Fill in a schema's defaults as the API server does when it reads an object."""
+"""Fill in the defaults of a schema, like the API server when it reads an object."""
 
 from copy import deepcopy
 from typing import Any
@@ -7,10 +7,10 @@ from finetune_operator.api.openapi import Schema
 
 
 def with_defaults(value: Any, schema: Schema) -> Any:
-    """Return a copy of `value` with every default of `schema` written out.
+    """Return a copy of `value` with every default of `schema`.
 
-    A null where none is allowed counts as absent, so it becomes the default, too; unknown fields
-    are kept for `check_structure` to report.
+    A null that the schema does not allow counts as absent and becomes the default. Unknown fields
+    are retained, and `check_structure` reports them.
     """
     if isinstance(value, dict):
         return _object_with_defaults(value, schema)

@@ -1,6 +1,6 @@
-"""Find the FineTuneJobs and FineTuneProfiles in files, folders and standard input.
+"""Find FineTuneJobs and FineTuneProfiles in files, folders and standard input.
 
-`ftctl validate` and `load_job` call it. It opens no file that a manifest names.
+`ftctl validate` and `load_job` call it. Files that a manifest names are never opened.
 """
 
 import json
@@ -26,13 +26,13 @@ _OBJECT_KEYS = frozenset({"apiVersion", "kind", "spec"})
 
 @dataclass(frozen=True)
 class Manifest:
-    """One FineTuneJob or FineTuneProfile as written; only its kind is checked.
+    """A FineTuneJob or FineTuneProfile as written; only its kind is checked.
 
     Attributes:
-        file: Its file as the caller named it, or `-`.
+        file: Name of its file as given by the caller, or `-`.
         value: The object.
         lines: Line of every field, from 1; paths start at the object.
-        problems: Errors of the YAML itself, such as a key given twice.
+        problems: Errors of the YAML, such as a duplicate key.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Manifest:
 
     @property
     def directory(self) -> Path:
-        """Folder that `file://./x` is relative to."""
+        """Folder to which `file://./x` is relative."""
         return Path.cwd() if is_stream(self.file) else Path(self.file).absolute().parent
 
     def line_of(self, path: FieldPath) -> int:
@@ -54,12 +54,12 @@ class Manifest:
         return self.line
 
     def problem(self, finding: Finding) -> Problem:
-        """Return what was found in the object, with its file and line."""
+        """Return a finding in the object as a problem with file and line."""
         line = self.line_of(finding.path)
         return Problem(show_path(finding.path), finding.message, file=self.file, line=line)
 
     def locate(self, problem: Problem) -> Problem:
-        """Return the problem of a backend or of the planner with its file and line."""
+        """Return a problem of a backend or the planner with file and line."""
         lines = {show_path(path): line for path, line in self.lines.items()}
         path = problem.path
         while path and path not in lines:
@@ -69,11 +69,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Reading:
-    """All that was found.
+    """Manifests and problems in a list of paths.
 
     Attributes:
         manifests: The jobs.
-        problems: Files and documents that cannot be read; notes on those that were passed over.
+        problems: Files and documents that cannot be read, and warnings about skipped ones.
         profiles: The profiles, which jobs may name.
     """
 
@@ -83,9 +83,9 @@ class Reading:
 
 
 def read_manifests(paths: Iterable[str]) -> Reading:
-    """Read files, folders with everything below them, and `-` for standard input.
+    """Read files, folders recursively, and `-` for standard input.
 
-    A folder's hidden folders and files of other kinds are left alone; names are read in order.
+    Hidden folders and files of other kinds are ignored; files of a folder are read by name.
     """
     manifests: list[Manifest] = []
     problems: list[Problem] = []
@@ -116,7 +116,7 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
     raw = read_bytes(file)
     is_json = Path(file).suffix == ".json"
     if isinstance(raw, Problem):
-        # Data files may be in a folder of manifests.
+        # A folder of manifests may also contain data files.
         is_data = is_json and is_from_folder and raw.message == TOO_LARGE
         yield _note(f"passed over: it {raw.message}", file, None) if is_data else raw
         return
@@ -128,7 +128,7 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
         return
     if is_json:
         try:
-            # Only its keys matter here, and Python refuses to read thousands of digits as an int.
+            # Only the keys matter here, and Python refuses to parse thousands of digits as an int.
             value = json.loads(text, parse_int=float)
         except json.JSONDecodeError as error:
             message = f"is not JSON: {error.msg[0].lower()}{error.msg[1:]} (column {error.colno})"
@@ -138,8 +138,8 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
             yield Problem("", "is nested too deeply to be read", file=file)
             return
         if is_from_folder and not (isinstance(value, dict) and value.keys() & _OBJECT_KEYS):
-            return  # settings, progress, a tokenizer: slow to parse as YAML and no object
-        text = text.replace("\t", " ")  # white space in JSON, forbidden as such in YAML
+            return  # settings, progress, a tokenizer: slow to parse as YAML, and not an object
+        text = text.replace("\t", " ")  # whitespace in JSON, but not in YAML
     for document in read_yaml(text, file):
         if isinstance(document, Problem):
             yield document
@@ -167,7 +167,7 @@ def _jobs_in(
 
 
 def _is_record(value: Any) -> bool:
-    """Say whether it is a `job.json`, which a run keeps below the manifest's folder."""
+    """Whether the value is the `job.json` of a run, which is below the manifest's folder."""
     if not isinstance(value, dict) or not isinstance(value.get("metadata"), dict):
         return False
     return "status" in value and "uid" in value["metadata"]

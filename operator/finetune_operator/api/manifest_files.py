@@ -1,7 +1,7 @@
-"""Find the files that hold manifests and read their bytes; `manifest.py` calls it.
+"""Find the files that contain manifests and read them; `manifest.py` calls it.
 
-Only regular files are opened, as reading a named pipe or a device may never start or end. A stream
-that the shell made for the command is read like standard input.
+Only regular files are opened, because a read of a named pipe or a device may block indefinitely. A
+stream that the shell creates for the command is read like standard input.
 """
 
 import errno
@@ -17,11 +17,11 @@ from finetune_operator.api.problems import Problem, Severity
 
 STDIN = "-"
 MOST_BYTES = 16 * 2**20
-"""An object has at most 1.5 MiB in a cluster."""
+"""Objects in a cluster have at most 1.5 MiB."""
 TOO_LARGE = f"is larger than {MOST_BYTES // 2**20} MiB, which no manifest is; split it"
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json"})
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")  # a Path has lost one of the two
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")  # a Path drops one of the two
 _STREAMS = re.compile(r"/dev/stdin|(/dev/fd|/proc/self/fd)/\d+")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -33,20 +33,20 @@ _KINDS = (
 
 
 def is_stream(file: str) -> bool:
-    """Say whether it can be read only once: `-`, `/dev/stdin`, or what `<(command)` becomes."""
+    """Whether a file can be read only once: `-`, `/dev/stdin`, or the path of `<(command)`."""
     return file == STDIN or _STREAMS.fullmatch(file) is not None
 
 
 def is_folder(path: str) -> bool:
-    """Say whether it is a folder; False where that cannot be determined."""
-    return os.path.isdir(path)  # unlike Path.is_dir, no error where a folder above is closed
+    """Whether a path is a folder; False if this cannot be determined."""
+    return os.path.isdir(path)  # unlike Path.is_dir, no error if a parent is unreadable
 
 
 def files_below(folder: str) -> Iterator[str | Problem]:
-    """Yield the files of a folder and of those below it that may hold manifests, in order.
+    """Yield the files below a folder that may contain manifests, in order.
 
-    Hidden files and other kinds of files are left out. A folder that cannot be read, and a link to
-    a folder, is a problem.
+    Hidden files and files of other kinds are ignored. Unreadable folders and links to folders are
+    reported as problems.
     """
     problems: list[Problem] = []
     found: list[Path] = []
@@ -70,7 +70,7 @@ def files_below(folder: str) -> Iterator[str | Problem]:
 
 
 def read_bytes(file: str) -> bytes | Problem:
-    """Return what a file holds, or what is wrong with it."""
+    """Return the content of a file, or a problem if it cannot be read."""
     if (url := _URL.match(file)) and not os.path.lexists(file):
         is_web = url[1].lower() in ("http", "https")
         advice = "save it and name the file" if is_web else "name the file by its path"
@@ -101,7 +101,7 @@ def _stdin() -> bytes | Problem:
 
 
 def _read_file(file: str) -> bytes | Problem:
-    mode = os.stat(file).st_mode  # before it is opened, which may wait for a writer
+    mode = os.stat(file).st_mode  # before open(), which may wait for a writer
     for is_kind, name in _KINDS:
         if is_kind(mode) and not is_stream(file):
             said = f"is {name}; name a file, or feed it to standard input (-f -)"

@@ -1,7 +1,7 @@
-"""Kubernetes object metadata: its schema, and what the API server refuses in it.
+"""Schema and checks of Kubernetes object metadata.
 
-A CRD must not describe it, as the API server checks metadata itself. `validation.py`, the embedded
-API and a backend's checks refuse the same before anything is sent.
+A CRD must not describe metadata, because the API server checks it. `validation.py`, the embedded
+API and the checks of a backend refuse the same metadata before a request is sent.
 """
 
 import re
@@ -67,26 +67,26 @@ OBJECT_METADATA: Schema = {
 
 
 def check_metadata(metadata: Any) -> list[Finding]:
-    """Return what the API server refuses in the metadata of any object, apart from its structure.
+    """Return the errors of the API server for the metadata of any object, except structural ones.
 
-    Values of a wrong type are left to the check of the structure, and the name to `is_subdomain`
-    and the rules of its kind.
+    `check_structure` reports values of a wrong type; `is_subdomain` and the rules of the kind check
+    the name.
     """
     return [] if not isinstance(metadata, dict) else list(_check(metadata))
 
 
 def is_subdomain(name: str) -> bool:
-    """Say whether most kinds may have this name: `example.com`, at most 253 characters."""
+    """Whether most kinds allow this name: `example.com`, at most 253 characters."""
     return len(name) <= _LONGEST_NAME and _SUBDOMAIN.fullmatch(name) is not None
 
 
 def is_dns_label(name: str) -> bool:
-    """Say whether a namespace may have this name: `example`, at most 63 characters."""
+    """Whether a namespace may have this name: `example`, at most 63 characters."""
     return len(name) <= _LONGEST_WORD and _DNS_LABEL.fullmatch(name) is not None
 
 
 def wrong_key(key: str) -> str:
-    """Return what is wrong with the key of a label or an annotation; empty if nothing is."""
+    """Return the error of the key of a label or annotation; empty if it is valid."""
     prefix, slash, name = key.rpartition("/")
     if slash and not is_subdomain(prefix):
         return (
@@ -100,7 +100,7 @@ def wrong_key(key: str) -> str:
 
 
 def wrong_label_value(value: str) -> str:
-    """Return what is wrong with the value of a label; empty if nothing is."""
+    """Return the error of the value of a label; empty if it is valid."""
     if not value or _is_word(value):
         return ""
     return f"{show_value(value)} cannot be the value of a label; use {_WORDS}"
@@ -142,7 +142,7 @@ def _annotations(metadata: Mapping[str, Any]) -> Iterator[Finding]:
     size = 0
     for key, value in _texts(metadata, "annotations"):
         size += len(key.encode()) + len(value.encode())
-        # The API server compares in lower case here, of labels as they are.
+        # The API server compares keys of annotations in lower case, but not keys of labels.
         if wrong := wrong_key(key.lower()):
             yield Finding(("metadata", "annotations", key), wrong)
     if size > _LONGEST_ANNOTATIONS:
@@ -190,7 +190,7 @@ def _texts(metadata: Mapping[str, Any], field: str) -> list[tuple[str, str]]:
 
 
 def _without_dash(start: str) -> str:
-    """Replace a hyphen at the end, which may be there as a generated name goes on after it."""
+    """Replace a trailing hyphen, which is allowed because a generated suffix follows it."""
     return f"{start[:-2]}a" if len(start) > 1 and start.endswith("-") else start
 
 

@@ -1,7 +1,7 @@
-"""Convert the models into a structural OpenAPI v3 schema, the kind a CRD may hold.
+"""Convert the models into a structural OpenAPI v3 schema, as required in a CRD.
 
-`crd.py` calls it. It refuses every construct that it does not know, as a schema that is too wide
-would accept bad manifests.
+`crd.py` calls it. Unknown constructs are refused, because a schema that is too permissive would
+accept bad manifests.
 """
 
 import ast
@@ -29,10 +29,10 @@ _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
 
 
 def object_schema(model: type[ApiModel]) -> Schema:
-    """Return the schema of `model`, its rules included.
+    """Return the schema of `model`, including its rules.
 
     Raises:
-        TypeError: a field uses a construct that has no structural form.
+        TypeError: A field uses a construct without a structural form.
     """
     properties: dict[str, Schema] = {}
     required: list[str] = []
@@ -52,10 +52,10 @@ def object_schema(model: type[ApiModel]) -> Schema:
 
 
 def field_schema(model: type[ApiModel], name: str) -> Schema:
-    """Return the schema of the one field `name`: its type, description, default and rules.
+    """Return the schema of the field `name`: its type, description, default and rules.
 
     Raises:
-        TypeError: it uses a construct that has no structural form.
+        TypeError: The field uses a construct without a structural form.
     """
     field = model.model_fields[name]
     description = field.description or _docstrings(model.__module__).get((model.__name__, name))
@@ -69,7 +69,7 @@ def field_schema(model: type[ApiModel], name: str) -> Schema:
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """Return the docstrings below fields, by class and field.
 
-    Pydantic's `use_attribute_docstrings` would read the source of each class at import, which
+    Pydantic's `use_attribute_docstrings` would parse the source of each class at import, which
     takes 0.1 s in every command.
     """
     found = {}
@@ -100,10 +100,10 @@ def _field_schema(field: FieldInfo, description: str | None) -> Schema:
 
 
 def _plain(default: Any) -> Any:
-    """Return a default as JSON, with the defaults of everything inside it written out.
+    """Return a default as JSON, including all nested defaults.
 
-    The API server checks rules on a default before it fills in nested defaults, so a literal `{}`
-    would be refused by rules that read a field of it.
+    The API server evaluates rules on a default before it fills in nested defaults, so rules that
+    read a field of a literal `{}` would refuse it.
     """
     if default is PydanticUndefined:
         raise TypeError("a default factory cannot be written into a CRD; give the value")
@@ -118,7 +118,7 @@ def _plain(default: Any) -> Any:
 
 
 def _is_empty(default: Any) -> bool:
-    """Say whether a default is an empty list or mapping, which means the same as an absent one."""
+    """Whether a default is an empty list or mapping, which means the same as an absent value."""
     return default in ([], {})
 
 
@@ -147,7 +147,7 @@ def _type_schema(annotation: Any, metadata: tuple[Any, ...] = ()) -> Schema:
 
 
 def _flat(metadata: list[Any]) -> tuple[Any, ...]:
-    """Unpack `Field(...)` inside `Annotated` into the constraints it stands for."""
+    """Unpack `Field(...)` inside `Annotated` into its constraints."""
     flat: list[Any] = []
     for item in metadata:
         flat.extend(item.metadata if isinstance(item, FieldInfo) else [item])
@@ -155,7 +155,7 @@ def _flat(metadata: list[Any]) -> tuple[Any, ...]:
 
 
 def _union_schema(members: tuple[Any, ...], metadata: tuple[Any, ...]) -> Schema:
-    """Drop None, as an absent field is simply not required; `int | Literal` is int-or-string."""
+    """Drop None, because optional fields are not required; `int | Literal` is int-or-string."""
     given = [member for member in members if member is not type(None)]
     if len(given) == 1:
         return _type_schema(given[0], metadata)

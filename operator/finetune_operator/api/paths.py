@@ -1,4 +1,4 @@
-"""How a field and a value are written in a sentence; everything that checks a manifest uses it."""
+"""Format fields and values in messages; all checks of manifests use it."""
 
 import json
 import re
@@ -13,12 +13,12 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with one value of an object, before it has a place in a file.
+    """An error in a value of an object, without its position in a file.
 
     Attributes:
-        path: Where the value is, or where a missing one should be.
-        message: The sentence after the path, with the value.
-        is_unknown: The field is in no schema, so no rule can depend on it.
+        path: Path of the value, also of a missing value.
+        message: Message without the path, but with the value.
+        is_unknown: Whether the field is not in the schema, so no rule can depend on it.
     """
 
     path: FieldPath
@@ -40,16 +40,16 @@ def show_path(path: FieldPath) -> str:
 
 
 def show_value(value: Any) -> str:
-    """Return a value as JSON on one line, cut where it is long."""
+    """Return a value as JSON on one line, truncated if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def show_count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return `1 node` or `1,024 nodes`; pass a plural that does not just add an s."""
+    """Return `1 node` or `1,024 nodes`; pass a plural that does not only add an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def is_scalar(value: Any) -> bool:
-    """Say whether a sentence can quote the value."""
+    """Whether a message can quote the value."""
     return isinstance(value, str | int | float | bool)

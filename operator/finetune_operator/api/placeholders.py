@@ -1,7 +1,7 @@
-"""`{namespace}` and `{name}` in URIs of a job: a copied manifest is renamed in one place.
+"""Replace `{namespace}` and `{name}` in URIs of a job, so that a copied manifest has one name.
 
 `FineTuneJob` replaces them when it is parsed, so backends, `ftctl render` and `job.json` have plain
-URIs. The object in the API keeps the placeholders.
+URIs. The object in the API retains the placeholders.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ONLY_KNOWN = Rule(
     "contains a brace that is not a placeholder; use {namespace} or {name}, which stand for those "
     "of the job, or remove the brace",
 )
-"""For every field in which placeholders are replaced."""
+"""Rule of every field in which placeholders are replaced."""
 
 _FIELDS = (
     ("model", "source"),
@@ -32,7 +32,7 @@ _FIELDS = (
 
 
 def with_names(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of a job's JSON with each placeholder replaced; malformed parts stay."""
+    """Return a copy of a job's JSON with placeholders replaced; malformed parts are unchanged."""
     metadata, spec = job.get("metadata"), job.get("spec")
     if not isinstance(metadata, Mapping) or not isinstance(spec, Mapping):
         return job
@@ -44,7 +44,7 @@ def with_names(job: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _replaced(value: Any, path: tuple[str, ...], known: Mapping[str, str]) -> Any:
-    """Return a copy of the value with the text at the path replaced; a path goes through lists."""
+    """Return a copy with the text at the path replaced; a path covers all items of a list."""
     if isinstance(value, list):
         return [_replaced(one, path, known) for one in value]
     if not path:

@@ -1,4 +1,4 @@
-"""Problems of a manifest, as every check reports them."""
+"""Problems of a manifest, in the form that all checks report."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from finetune_operator.errors import ManifestError
 
 
 class Severity(StrEnum):
-    """An error refuses the manifest; a warning does not."""
+    """Severity of a problem; only errors refuse the manifest."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -16,14 +16,14 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding.
+    """A finding in a manifest.
 
     Attributes:
-        path: Field it is about, such as `spec.training.epochs`; empty for the whole document.
-        message: What is wrong, with the value, and what to do; does not repeat the path.
+        path: Field, such as `spec.training.epochs`; empty for the whole document.
+        message: Value, error and remedy, without the path.
         severity: Whether the manifest is refused.
-        file: The manifest, or `-` for standard input; empty when there is no file.
-        line: Line in that file, from 1; None when there is none.
+        file: The manifest, or `-` for standard input; empty if there is no file.
+        line: Line in that file, from 1; None if there is none.
     """
 
     path: str
@@ -33,13 +33,13 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        """`FILE:LINE: PATH MESSAGE`, with what is known."""
+        """Return `FILE:LINE: PATH MESSAGE`, without the parts that are unknown."""
         place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
         return f"{place}{self.path} {self.message}" if self.path else f"{place}{self.message}"
 
 
 class InvalidJobError(ManifestError):
-    """A manifest has errors; `problems` holds them all."""
+    """A manifest has errors; `problems` contains all of them."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -47,15 +47,15 @@ class InvalidJobError(ManifestError):
 
 
 def errors_of(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that refuse their manifest."""
+    """Return the problems that are errors."""
     return [problem for problem in problems if problem.severity is Severity.ERROR]
 
 
 def raise_errors(problems: Iterable[Problem]) -> None:
-    """Do nothing if all of the problems are warnings.
+    """Do nothing if all problems are warnings.
 
     Raises:
-        InvalidJobError: holds the errors.
+        InvalidJobError: Contains the errors.
     """
     if errors := errors_of(problems):
         raise InvalidJobError(errors)

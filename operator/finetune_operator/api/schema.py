@@ -1,7 +1,7 @@
-"""The base of the models of every API version: the base model and the CEL rule.
+"""Base classes of the models of every API version: the base model and the CEL rule.
 
-A rule is written once, beside the field it guards: the CRD has it in `x-kubernetes-validations`,
-and `ftctl validate` evaluates the same text.
+A rule is written once, next to the field that it guards: the CRD has it in
+`x-kubernetes-validations`, and `ftctl validate` evaluates the same text.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from pydantic.alias_generators import to_camel
 
 @dataclass(frozen=True)
 class Rule:
-    """One CEL rule on a field (in `Annotated`) or on a model (in `cel_rules`).
+    """A CEL rule on a field (in `Annotated`) or on a model (in `cel_rules`).
 
-    The sentence is printed after the path and the value it is about, so it starts with the verb:
-    "must be at most nodes" becomes `spec.topology.minNodes 4 must be at most nodes`. A rule uses
-    only functions that the API server and common-expression-language both know, and never `size()`
-    of a string, which counts bytes in one and characters in the other.
+    The message is printed after path and value, so it starts with the verb: "must be at most nodes"
+    becomes `spec.topology.minNodes 4 must be at most nodes`. A rule uses only functions that both
+    the API server and common-expression-language support, and never `size()` of a string, which
+    counts bytes in the API server and characters in the library.
 
     Attributes:
-        expression: CEL that must hold; `self` is the value that has the rule. One that names
-            `oldSelf` compares an update with the object before it.
-        message: The sentence for the user when it does not: what is wrong, then what to do.
-        field: JSON path below the model of the field the message is about (models only).
-        detail: CEL for text with numbers that `ftctl` prints after the message. It is not in the
-            CRD, as the API server estimates any `string(int)` as too costly.
-        message_expression: CEL for a sentence that takes the place of the message.
+        expression: CEL that must hold; `self` is the value with the rule. A rule that names
+            `oldSelf` compares an update with the previous object.
+        message: Message if the rule does not hold: what is wrong, then what to do.
+        field: JSON path, below the model, of the field in the message (models only).
+        detail: CEL for text with numbers that `ftctl` prints after the message. The CRD does not
+            have it, because the API server estimates any `string(int)` as too costly.
+        message_expression: CEL for a message that replaces `message`.
     """
 
     expression: str
@@ -38,11 +38,11 @@ class Rule:
 
 
 ABOVE_ZERO = Rule("self > 0.0", "must be greater than 0")
-"""For a fraction. With a minimum of 0.001 the API server would accept a whole 0."""
+"""Rule of fractions. With a minimum of 0.001 the API server would accept a whole 0."""
 
 
 class ApiModel(BaseModel):
-    """A frozen part of the resource: camelCase in JSON, unknown fields refused, rules beside it.
+    """A frozen part of the resource: camelCase in JSON, unknown fields refused, with rules.
 
     The docstring below a field is its description in the CRD.
     """

@@ -1,7 +1,7 @@
-"""Check an object against a structural schema, with a sentence for each kind of mistake.
+"""Check an object against a structural schema, with a message for each kind of error.
 
-`validation.py` calls it after the defaults. It refuses what the API server refuses with
-`fieldValidation: Strict`: unknown fields, wrong types, and values out of the schema's bounds.
+`validation.py` calls it after filling in defaults. Like the API server with `fieldValidation:
+Strict`, it refuses unknown fields, wrong types, and values outside of the bounds of the schema.
 """
 
 import re
@@ -15,7 +15,7 @@ from finetune_operator.api.paths import FieldPath, Finding, show_path, show_valu
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _UNIT_SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _TYPES = {
-    "integer": int,  # 8.0 is none: the API server's rules refuse it
+    "integer": int,  # not 8.0, which the rules of the API server refuse
     "number": int | float,
     "string": str,
     "array": list,
@@ -35,7 +35,7 @@ Owners = dict[str, str]  # path of every field by its name, for "did you mean"
 
 
 def check_structure(value: Any, schema: Schema, path: FieldPath = ()) -> list[Finding]:
-    """Return everything that `schema` refuses in `value`, in the order it is written."""
+    """Return all errors of `value` against `schema`, in the order of the value."""
     return list(_check(value, schema, path, _owners(schema)))
 
 
@@ -72,7 +72,7 @@ def _has_type(value: Any, expected: str) -> bool:
 
 
 def _type_hint(value: Any, expected: str, path: FieldPath) -> str:
-    """Return what to write, where a common mistake explains the value."""
+    """Return a correction if a common mistake explains the value."""
     if expected == "string" and isinstance(value, bool | int | float):
         return "; put it in quotes"
     if expected not in ("integer", "number") or not isinstance(value, str):
@@ -124,11 +124,11 @@ def _unknown(key: str, properties: dict[str, Schema], owners: Owners) -> str:
 
 
 def _owners(schema: Schema, path: FieldPath = ()) -> Owners:
-    """Return the path of every field name below `schema`; of the outermost where there are many."""
+    """Return the path of every field name below `schema`; the outermost path of several."""
     properties = {
         key: inner
         for key, inner in schema.get("properties", {}).items()
-        if (*path, key) != ("status",)  # users do not write it
+        if (*path, key) != ("status",)  # not written by users
     }
     found = {key: show_path((*path, key)) for key in properties}
     for key, inner in properties.items():
@@ -162,7 +162,7 @@ def _check_text(value: str, schema: Schema, path: FieldPath) -> Iterator[Finding
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Search as Go does, where `$` is the end of the text and not also before a last newline."""
+    """Search like Go, where `$` matches the end of the text but not before a final newline."""
     exact = pattern[:-1] + r"\Z" if pattern.endswith("$") else pattern
     return re.search(exact, text) is not None
 

@@ -1,6 +1,7 @@
-"""Values that the CRD accepts but this version does not act on, so that none is ignored silently.
+"""Values that the CRD accepts but that this version does not support.
 
-`ftctl validate` and `load_job` refuse them. A line leaves the table when its behaviour is built.
+`ftctl validate` and `load_job` refuse them, so that no value is ignored silently. An entry of the
+table is removed when the value is supported.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +15,12 @@ from finetune_trainer.config import FailureClass
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """One field of the spec with values that do nothing yet.
+    """A field of the spec with values that have no effect yet.
 
     Attributes:
         path: Path below `spec`; `[]` stands for every item of a list.
-        is_built: Tells whether a value that is set is acted on.
-        advice: What to do instead.
+        is_built: Whether a value is supported.
+        advice: Remedy for users.
     """
 
     path: str
@@ -28,14 +29,14 @@ class Unbuilt:
 
 
 def only(path: str, *values: Any) -> Unbuilt:
-    """Return the entry of a field of which only these values are acted on."""
+    """Return the entry of a field that supports only these values."""
     words = [str(value) for value in values]
     listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     return Unbuilt(path, lambda value: value in values, f"use {listed}")
 
 
 def unset(path: str, advice: str = "remove it") -> Unbuilt:
-    """Return the entry of a field that nothing acts on."""
+    """Return the entry of a field without any effect."""
     return Unbuilt(path, lambda value: False, advice)
 
 
@@ -49,16 +50,16 @@ UNBUILT = (
     only("restartPolicy.rules[].onClass", *_FAILURES),
     only("managedBy", MANAGED_BY),
 )
-"""What no backend acts on; each refuses what only it does not, such as other URIs than its own."""
+"""Values that no backend supports; each backend also refuses its own, such as foreign URIs."""
 
 
 def check_built(value: Any) -> Iterator[Finding]:
-    """Yield a finding for each value that nothing acts on yet, in an object with its defaults."""
+    """Yield a finding for each unsupported value of an object with its defaults."""
     return check_fields(value, UNBUILT, "is not built yet")
 
 
 def check_fields(value: Any, table: Iterable[Unbuilt], complaint: str) -> Iterator[Finding]:
-    """Yield a finding, with this complaint, for each value that no line of `table` acts on."""
+    """Yield a finding with this complaint for each value that `table` marks as unsupported."""
     for entry in table:
         for path, item in _values_at(value, ("spec", *entry.path.split("."))):
             if not entry.is_built(item):

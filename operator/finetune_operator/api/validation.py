@@ -1,7 +1,7 @@
 """Check manifests without a cluster, for `ftctl validate` and `ftctl run`.
 
-The steps: YAML as kubectl reads it, defaults, structure, rules, and what is not built yet. Each
-reports everything it finds, and none opens a file that a manifest names.
+The steps: YAML as in kubectl, defaults, structure, rules, and unsupported values. Each step reports
+all problems, and none opens a file that a manifest names.
 """
 
 from collections.abc import Iterable
@@ -27,11 +27,12 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 def check_manifest(
     manifest: Manifest, *, with_unbuilt: bool = True, may_go_on: bool = False
 ) -> list[Problem]:
-    """Return every problem of one manifest.
+    """Return all problems of a manifest.
 
     Args:
-        manifest: What was read.
-        with_unbuilt: Report also what is not built yet; without it the verdict is the API server's.
+        manifest: The manifest.
+        with_unbuilt: Also report unsupported values; otherwise the verdict is that of the API
+            server.
         may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
     """
     value = defaulted(manifest.value)
@@ -41,7 +42,7 @@ def check_manifest(
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
         findings += [found for found in check_built(value) if found.path not in wrong]
-    # A value that could not be read has a placeholder, about which nothing more is to be said.
+    # An unreadable value has a placeholder, which needs no second problem.
     unread = {problem.path for problem in manifest.problems}
     found = map(manifest.problem, findings)
     problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
@@ -53,7 +54,7 @@ def check_manifest(
 
 
 def check_profile(manifest: Manifest) -> list[Problem]:
-    """Return every problem of one FineTuneProfile."""
+    """Return all problems of a FineTuneProfile."""
     value = with_defaults(manifest.value, _profile_schema())
     findings = check_structure(value, _profile_schema())
     findings += _wrong_name(value) + check_metadata(value.get("metadata"))
@@ -74,21 +75,21 @@ def _wrong_name(profile: Any) -> list[Finding]:
 
 
 def profile_of(manifest: Manifest) -> FineTuneProfile:
-    """Return the profile a manifest without problems describes."""
+    """Return the profile of a manifest without problems."""
     return FineTuneProfile.model_validate(with_defaults(manifest.value, _profile_schema()))
 
 
 def defaulted(value: Any) -> Any:
-    """Return an object of the resource with the CRD's defaults, those of its status included."""
+    """Return an object of the resource with the defaults of the CRD, including its status."""
     return with_defaults(value, _schema())
 
 
 def check_object(value: Any, old: Any = None) -> list[Finding]:
-    """Return what the API server would refuse in an object that has its defaults.
+    """Return the errors of the API server for an object with its defaults.
 
     Args:
-        value: The object to create, or to replace `old` with.
-        old: The object before an update, with its defaults; None when it is created.
+        value: The object to create, or the replacement of `old`.
+        old: The object before an update, with its defaults; None at creation.
     """
     findings = _not_in_status(check_structure(value, _schema()))
     findings += check_metadata(value.get("metadata"))
@@ -97,7 +98,7 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
 
 
 def check_start(job: FineTuneJob) -> list[Problem]:
-    """Return what the API server would refuse in a job that is created as `job` is now."""
+    """Return the errors of the API server if the job were created in its current form."""
     value = {key: part for key, part in job.to_object().items() if key != "status"}
     findings = check_object(defaulted(value))
     return [Problem(show_path(finding.path), finding.message) for finding in findings]
@@ -106,15 +107,15 @@ def check_start(job: FineTuneJob) -> list[Problem]:
 def load_job(
     path: Path | str, *, backend: str | None = None, may_go_on: bool = False
 ) -> tuple[FineTuneJob, Manifest]:
-    """Read and check the one FineTuneJob in a file (`-` is standard input).
+    """Read and check the only FineTuneJob in a file (`-` is standard input).
 
     Args:
         path: The file.
-        backend: Takes the place of `spec.backend`, with that backend's default settings.
+        backend: Replaces `spec.backend`, with the default settings of that backend.
         may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
 
     Raises:
-        InvalidJobError: the file cannot be read, does not hold exactly one job, or has problems.
+        InvalidJobError: The file cannot be read, does not contain exactly one job, or has errors.
     """
     if is_folder(str(path)):
         raise InvalidJobError([Problem("", "is a folder; name one manifest file", file=str(path))])
@@ -133,7 +134,7 @@ def load_job(
 
 
 def job_of(manifest: Manifest) -> FineTuneJob:
-    """Return the job a manifest without problems describes, without its status."""
+    """Return the job of a manifest without problems, without its status."""
     value = {key: part for key, part in defaulted(manifest.value).items() if key != "status"}
     return FineTuneJob.model_validate(value)
 
@@ -149,13 +150,13 @@ def _profile_schema() -> Schema:
 
 
 def _with_metadata(schema: Schema) -> Schema:
-    """Add metadata to a CRD's schema, which lacks it as the API server checks it by itself."""
+    """Add metadata to the schema of a CRD, which has none because the API server checks it."""
     properties = {**schema["properties"], "metadata": OBJECT_METADATA}
     return {**schema, "properties": properties, "required": ["metadata", "spec"]}
 
 
 def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
-    """Drop findings in the status, of which the API server checks only that its fields exist."""
+    """Drop findings in the status, except unknown fields, as the API server does."""
     return [found for found in findings if found.path[:1] != ("status",) or found.is_unknown]
 
 

@@ -1,8 +1,8 @@
-"""Read YAML as kubectl does, and remember the line of every field.
+"""Read YAML like kubectl, and record the line of every field.
 
-`manifest.py` calls it. PyYAML parses, but this file resolves scalars, as PyYAML follows YAML 1.1
-and kubectl's Go library differs: there `2e-4` is a number and `12:30` is text. Like kubectl, it
-splits a file at its `---` lines first, so one broken document hides no other.
+`manifest.py` calls it. PyYAML parses, but this file resolves scalars, because PyYAML follows YAML
+1.1 and the Go library of kubectl differs: there `2e-4` is a number and `12:30` is text. Like
+kubectl, it splits a file at its `---` lines first, so a broken document does not hide the others.
 """
 
 import math
@@ -18,16 +18,16 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from finetune_operator.api.paths import FieldPath, show_path, show_value
 from finetune_operator.api.problems import Problem
 
-_PLAIN = "plain"  # tag of a scalar without quotes and without a tag of its own
+_PLAIN = "plain"  # tag of a scalar without quotes and without a tag
 _STRING = "tag:yaml.org,2002:str"
 _SEPARATOR = re.compile(r"---\s*(#.*)?$")
-_MOST_VALUES = 200_000  # anchors can make a small file expand without end
+_MOST_VALUES = 200_000  # anchors can expand a small file without bounds
 
 _TRUE = frozenset(["y", "Y", "yes", "Yes", "YES", "true", "True", "TRUE", "on", "On", "ON"])
 _FALSE = frozenset(["n", "N", "no", "No", "NO", "false", "False", "FALSE", "off", "Off", "OFF"])
 _NULL = frozenset(["", "~", "null", "Null", "NULL"])
 _NOT_JSON = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONGEST_NUMBER = 1000  # characters; Python refuses to read, and to print, a few thousand digits
+_LONGEST_NUMBER = 1000  # characters; Python refuses to parse, and to print, a few thousand digits
 _INTEGER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO]?[0-7]+|0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INT64 = 2**63
@@ -36,13 +36,13 @@ _LARGEST_FLOAT = int(sys.float_info.max)
 
 @dataclass
 class YamlDocument:
-    """One document of a file.
+    """A document of a file.
 
     Attributes:
-        value: Its content, as JSON-ready values.
-        line: Line it starts on, from 1.
+        value: Content of the document, as JSON values.
+        line: First line of the document, from 1.
         lines: Line of every field and list item.
-        problems: Keys given twice and scalars that JSON does not have.
+        problems: Duplicate keys, and scalars that JSON does not support.
     """
 
     value: Any
@@ -52,7 +52,7 @@ class YamlDocument:
 
 
 def read_yaml(text: str, file: str) -> Iterator[YamlDocument | Problem]:
-    """Yield the documents of `text` in order, and a problem for each that is not YAML."""
+    """Yield the documents of `text` in order, and a problem for each invalid document."""
     for first_line, chunk in _split(text):
         try:
             for node in yaml.compose_all(chunk, Loader=_Loader):
@@ -72,7 +72,7 @@ def read_yaml(text: str, file: str) -> Iterator[YamlDocument | Problem]:
 
 
 def _split(text: str) -> Iterator[tuple[int, str]]:
-    """Cut at separator lines; yield the line each part starts on, from 1."""
+    """Split at separator lines; yield each part with its first line, from 1."""
     start, part = 1, list[str]()
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if _SEPARATOR.match(line):
@@ -93,7 +93,7 @@ def _explain(error: yaml.MarkedYAMLError, first_line: int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves plain scalars unresolved."""
+    """Loader that leaves plain scalars unresolved."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - the name and kind that PyYAML reads
 
@@ -104,7 +104,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Builder:
-    """Turns the nodes of one document into values."""
+    """Converts the nodes of a document into values."""
 
     def __init__(self, file: str, first_line: int) -> None:
         self._file = file
@@ -166,7 +166,7 @@ class _Builder:
         return made
 
     def _key(self, node: Node, path: FieldPath) -> str:
-        """Return a key as text, as JSON needs it: `y:` is "true" and `1:` is "1", as in kubectl."""
+        """Return a key as text for JSON, like kubectl: `y:` is "true" and `1:` is "1"."""
         if not isinstance(node, ScalarNode):
             self._problem(path, "has a key that is not a word; write plain keys", node)
             return ""
@@ -194,9 +194,9 @@ class _Builder:
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what kubectl makes of a scalar without quotes: None, bool, int, float or text.
+    """Return the value of a scalar without quotes, like kubectl: None, bool, int, float or text.
 
-    A number that no float can hold is infinite; kubectl would send it as text.
+    A number that no float can represent is infinite; kubectl would send it as text.
     """
     if text in _NULL:
         return None
@@ -207,7 +207,7 @@ def plain_scalar(text: str) -> Any:
         return _integer(digits)
     if _FLOAT.fullmatch(digits):
         number = float(digits)
-        # JSON has one kind of number: 8.0 travels as 8
+        # JSON has one kind of number: 8.0 is sent as 8
         return int(number) if number.is_integer() and abs(number) < _INT64 else number
     return text
 
@@ -224,5 +224,5 @@ def _integer(digits: str) -> int | float:
 
 
 def _join_surrogates(text: str) -> str:
-    r"""Join `\ud83d\ude00`, as JSON writes a character beyond U+FFFF; PyYAML leaves two halves."""
+    r"""Join the halves of `\ud83d\ude00`, the JSON form of a character beyond U+FFFF."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,6 +1,6 @@
-"""Choose what a job leaves open (ranks, strategy, micro-batch, precision), with the reasons.
+"""Choose the settings that a job leaves open: ranks, strategy, micro-batch and precision.
 
-`make_plan` is pure; backends turn the plan into a request.
+`make_plan` is pure and records the reasons; backends convert the plan into a request.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ MAX_AUTO_MICRO_BATCH = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """A job with nothing left to choose.
+    """A job with all settings chosen.
 
     Attributes:
-        job: The job it was made for.
-        processes_per_node: Ranks of each node.
+        job: The job.
+        processes_per_node: Ranks per node.
         device: `cpu` or `cuda`.
-        compiles: Whether decoder layers are compiled, where the model allows it.
-        micro_batch_size: Sequences of one forward pass on one rank.
-        reasons: Why each open choice was made, one sentence each.
+        compiles: Whether decoder layers are compiled, if the model supports it.
+        micro_batch_size: Sequences per forward pass and rank.
+        reasons: Reason of each choice, one sentence each.
     """
 
     job: FineTuneJob
@@ -45,16 +45,16 @@ class Plan:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Forward passes a rank makes for one optimizer step."""
+        """Forward passes of a rank per optimizer step."""
         per_pass = self.world_size * self.micro_batch_size
         return self.job.spec.training.global_batch_size // per_pass
 
 
 def make_plan(job: FineTuneJob) -> Plan:
-    """Choose what the job leaves open.
+    """Choose the settings that the job leaves open.
 
     Raises:
-        InvalidJobError: no choice can satisfy the job.
+        InvalidJobError: No choice satisfies the job.
     """
     spec, reasons = job.spec, list[str]()
     device = "cuda" if spec.topology.gpus_per_node else "cpu"
@@ -95,7 +95,7 @@ def make_plan(job: FineTuneJob) -> Plan:
 
 
 def _precision(optimizer: Optimizer | None, device: str) -> tuple[Precision, str]:
-    """Return the precision of a job that leaves it open, and why."""
+    """Return the precision of a job that leaves it open, and the reason."""
     if optimizer is Optimizer.ADAMW_8BIT:
         return Precision.BF16, "adamw8bit keeps parameters in it"
     precision = Precision.BF16 if device == "cuda" else Precision.FP32
@@ -103,7 +103,7 @@ def _precision(optimizer: Optimizer | None, device: str) -> tuple[Precision, str
 
 
 def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: list[str]) -> int:
-    """Return the job's micro-batch, or the largest divisor up to 8 of a rank's rows of a batch."""
+    """Return the micro-batch of the job, or the largest divisor up to 8 of the rows per rank."""
     training = job.spec.training
     asked = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
     step = nodes * processes * asked

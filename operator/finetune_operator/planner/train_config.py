@@ -1,4 +1,4 @@
-"""Derive the trainer's configuration from a plan; the only place where the two contracts meet."""
+"""Derive the trainer's configuration from a plan; the only module with both contracts."""
 
 import re
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from finetune_trainer import config as trainer
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
 GARBAGE_EVERY_STEPS = 50
-"""On GPUs, where a rank that collects keeps all others waiting."""
+"""Interval on GPUs, where a rank that collects garbage blocks all others."""
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
-"""Where a machine of Azure announces its eviction."""
+"""URL at which an Azure machine announces its eviction."""
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
 _FRACTION = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
@@ -27,13 +27,13 @@ _FRACTION = re.compile(r"-?[0-9]{1,15}\.[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class Locations:
-    """Where a backend puts the files of an attempt: paths as a rank sees them.
+    """Locations of the files of an attempt on a backend, as paths of a rank.
 
     Attributes:
-        path_of: Returns the path of what a URI names; not called for the hub's.
-        allow_foreign: The checkpoint that the job names may be another job's.
-        scheduled_events_url: Where the machine announces evictions; None where it does not.
-        gpu_metrics: Where metrics of GPUs come from.
+        path_of: Returns the path of a URI; not called for URIs of the hub.
+        allow_foreign: Whether the checkpoint that the job names may belong to another job.
+        scheduled_events_url: URL at which the machine announces evictions; None without one.
+        gpu_metrics: Source of GPU metrics.
         listing_lag_seconds: As in the trainer's configuration.
     """
 
@@ -51,12 +51,12 @@ class Locations:
     listing_lag_seconds: float | None = None
 
     def place_of(self, uri: str) -> str:
-        """Return a path, or a name on the hub."""
+        """Return the path of a URI, or its name on the hub."""
         return uri.removeprefix(HUB) if is_on_hub(uri) else self.path_of(uri)
 
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
-    """Return the configuration of one attempt of `plan`, in which every choice is made; pure."""
+    """Return the configuration of an attempt of `plan`, with all settings chosen; pure."""
     job, spec = plan.job, plan.job.spec
     resume = spec.checkpoint.resume_from
     return trainer.TrainConfig(
@@ -119,7 +119,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
 
 
 def _scalar(text: str) -> str | int | float | bool:
-    """Convert a template's argument: true, false and numbers as such, all else is text."""
+    """Convert an argument of a template: true, false and numbers; everything else is text."""
     if text in ("true", "false"):
         return text == "true"
     if _WHOLE.fullmatch(text):
@@ -184,7 +184,7 @@ def _strategy(plan: Plan) -> trainer.StrategyConfig:
 
 
 def _prefetch(plan: Plan) -> int:
-    """Return how many layers are gathered ahead: on GPUs one, where the job does not say."""
+    """Return the number of layers to gather ahead; by default one on GPUs."""
     asked = plan.job.spec.strategy.prefetch
     if asked is not None:
         return asked

@@ -1,4 +1,4 @@
-"""The URIs that a job names, by the field that holds them. Pure."""
+"""URIs of a job by field. Pure."""
 
 import re
 
@@ -6,22 +6,22 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 
 HUB = "hf://"
 
-# The libraries would read any other name as a folder of the machine.
+# The libraries would interpret any other name as a local folder.
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 
 def is_on_hub(uri: str) -> bool:
-    """Say whether the URI names something on the hub."""
+    """Whether the URI is on the hub."""
     return uri.startswith(HUB)
 
 
 def is_hub_name(uri: str) -> bool:
-    """Say whether an `hf://` URI names a repository of the hub."""
+    """Whether an `hf://` URI is a valid name of a repository on the hub."""
     return _HUB_NAME.fullmatch(uri.removeprefix(HUB)) is not None
 
 
 def inputs_of(job: FineTuneJob) -> dict[str, str]:
-    """Return what a job reads that may be on the hub: the base model and the rows."""
+    """Return the inputs of a job that may be on the hub: base model and data sets."""
     model, dataset = job.spec.model, job.spec.dataset
     inputs = {"spec.model.source": model.source, "spec.dataset.source": dataset.source}
     inputs |= {f"spec.dataset.also[{i}].source": one.source for i, one in enumerate(dataset.also)}
@@ -31,7 +31,7 @@ def inputs_of(job: FineTuneJob) -> dict[str, str]:
 
 
 def starts_of(job: FineTuneJob) -> dict[str, str]:
-    """Return the adapter and the checkpoint that training starts from."""
+    """Return the adapter and the checkpoint from which training starts."""
     lora, resume = job.spec.method.lora, job.spec.checkpoint.resume_from
     starts = {}
     if lora is not None and lora.start_from is not None:
@@ -42,6 +42,6 @@ def starts_of(job: FineTuneJob) -> dict[str, str]:
 
 
 def outputs_of(job: FineTuneJob) -> dict[str, str]:
-    """Return what a job writes."""
+    """Return the outputs of a job."""
     named = {"spec.checkpoint.uri": job.spec.checkpoint.uri, "spec.output.uri": job.spec.output.uri}
     return {field: uri for field, uri in named.items() if uri is not None}

@@ -1,4 +1,4 @@
-"""`allow` of a `FineTuneProfile`: who may use it, and what their jobs may name."""
+"""`allow` of a `FineTuneProfile`: its namespaces, and the resources that their jobs may name."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ Quantity = Annotated[
 
 
 class Allowances(ApiModel):
-    """Who may use the profile, and what their jobs may name. `*` and `?` stand for any text."""
+    """Namespaces that may use the profile, and what their jobs may name; * and ? match any text."""
 
     namespaces: Patterns = Field([])
     """Namespaces whose jobs may use the profile."""
@@ -25,30 +25,30 @@ class Allowances(ApiModel):
     secrets: Patterns = Field([])
     """Secrets a job may name, for the hub token, for env or to pull its image."""
     claims: Patterns = Field([])
-    """PersistentVolumeClaims of its namespace that a job may name."""
+    """PersistentVolumeClaims of the job's namespace that the job may name."""
     volumes: Patterns = Field([])
-    """Volumes of the profile that a job may name, all of which it may read, and write unless they
-    are readOnly."""
+    """Volumes of the profile that a job may name. The job may read all of each volume, and write to
+    it unless it is readOnly."""
     images: Patterns = Field([])
     """Images a job may choose, besides the profile's own."""
     priority_classes: Patterns = Field([])
-    """Kueue's WorkloadPriorityClasses a job may wait with."""
+    """Kueue WorkloadPriorityClasses that a job may use."""
     env: Patterns = Field([])
-    """Variables that a job's podTemplate may set. Some can load code or send a token elsewhere;
-    those that the operator or the profile sets are refused in any case."""
+    """Environment variables that a job's podTemplate may set. Some variables can load code or send
+    a token elsewhere. Variables that the operator or the profile sets are always refused."""
     metadata: Patterns = Field([])
-    """Keys of labels and annotations that a job's podTemplate may set; Services, policies and
-    injectors of others may act on them."""
+    """Keys of labels and annotations that a job's podTemplate may set. Services, policies and
+    injectors may act on them."""
     max_nodes: NumNodes = 1
-    """Most nodes of a job."""
+    """Maximum nodes of a job."""
     max_gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 8
-    """Most GPUs of each node."""
+    """Maximum GPUs per node."""
     max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field({})
-    """Most cpu, memory and ephemeral-storage that a job's podTemplate may ask for in each pod; what
-    is not listed it may not ask for, nor what the profile sets itself."""
+    """Maximum cpu, memory and ephemeral-storage that a job's podTemplate may request per pod.
+    Resources that are not listed, or that the profile sets, cannot be requested."""
     foreign_checkpoints: bool = False
-    """Whether checkpoint.resumeFrom may name a checkpoint that another job has written, as far as
-    its volume may be named; else such a job ends with exit code 78."""
+    """Whether checkpoint.resumeFrom may name a checkpoint that another job has written, on a volume
+    that the job may name. Otherwise such a job terminates with exit code 78."""
     scheduling: bool = False
     """Whether a job's podTemplate may set nodeSelector, tolerations and affinity."""
     computes: Patterns = Field([])

@@ -1,4 +1,4 @@
-"""What a `FineTuneProfile` says of an Azure ML workspace: its block `azureml`."""
+"""The block `azureml` of a `FineTuneProfile`: an Azure ML workspace and its defaults for jobs."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -12,8 +12,8 @@ Guid = Annotated[
     str, Field(pattern="^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$", max_length=36)
 ]
 DatastoreName = Annotated[str, Field(pattern="^[A-Za-z0-9_]+$", max_length=255)]
-# A submit that was not answered is searched for in the workspace that the profile names, and the
-# next attempt looks for checkpoints in its datastore.
+# A submission without a response is searched for in the workspace that the profile names, and the
+# next attempt searches its datastore for checkpoints.
 _STAYS = Rule(
     "self == oldSelf",
     "cannot change, because jobs of this profile may run there; create another profile",
@@ -22,19 +22,20 @@ _RESERVED = ("AZUREML_", "FINETUNE_", "MLFLOW_")
 
 
 class JobIdentityType(StrEnum):
-    """As whom a job reads and writes datastores, and pulls from registries."""
+    """Identity with which a job accesses datastores, and pulls from registries."""
 
     MANAGED = "managed"
     AML_TOKEN = "amlToken"
 
 
 class JobIdentity(ApiModel):
-    """As whom a job on the compute reads and writes."""
+    """Identity with which a job on the compute accesses datastores and registries."""
 
     type: JobIdentityType = JobIdentityType.MANAGED
-    """managed (a managed identity of the compute), or amlToken (Azure ML acts for the job)."""
+    """managed (a managed identity of the compute), or amlToken (Azure ML acts on behalf of the
+    job)."""
     client_id: Guid | None = None
-    """Which managed identity, where the compute has several."""
+    """Client id of the managed identity, if the compute has several."""
 
     cel_rules = (
         Rule(
@@ -46,7 +47,7 @@ class JobIdentity(ApiModel):
 
 
 class AzureMLSettings(ApiModel):
-    """An Azure ML workspace, and how jobs run in it."""
+    """An Azure ML workspace, and the defaults of its jobs."""
 
     subscription_id: Annotated[Guid, _STAYS]
     """Azure subscription of the workspace."""
@@ -55,25 +56,25 @@ class AzureMLSettings(ApiModel):
     workspace: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=33), _STAYS]
     """Azure ML workspace."""
     client_id: Guid | None = None
-    """Client id of the identity with which the operator asks Azure; absent means the one that it
-    has by itself. Jobs never get it."""
+    """Client id of the identity with which the operator calls Azure; absent means the operator's
+    own identity. Jobs never receive it."""
     compute: AzureMLCompute | None = None
-    """Compute of jobs that name none; absent means that each names one, or serverless."""
+    """Compute of jobs that name none; absent means that each job must name one, or serverless."""
     environment: AzureMLEnvironment
-    """Environment of jobs that name none: an image that has the trainer."""
+    """Environment of jobs that name none: an image that contains the trainer."""
     datastore: Annotated[DatastoreName, _STAYS] = "workspaceblobstore"
-    """Datastore of checkpoints and trained models without a URI, each job's in a folder named by
+    """Datastore of checkpoints and trained models without a URI; each job has a folder named after
     its uid."""
     identity: JobIdentity | None = None
-    """As whom jobs read and write; absent leaves it to Azure ML."""
+    """Identity of the jobs; absent leaves it to Azure ML."""
     shared_memory: Annotated[str, Field(pattern="^[1-9][0-9]*[kmg]$", max_length=16)] = "16g"
-    """Size of /dev/shm, such as 64g; the 2g that Azure ML has as a default is too little for NCCL
-    and several ranks."""
+    """Size of /dev/shm, such as 64g. The Azure ML default of 2g is too small for NCCL and several
+    ranks."""
     env: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=256)] = (
         Field({})
     )
-    """Environment variables of every job. No secrets: whoever may read the job in Azure ML reads
-    them."""
+    """Environment variables of every job. They must not hold secrets, because everyone with read
+    access to the job in Azure ML can read them."""
 
     cel_rules = (
         Rule(

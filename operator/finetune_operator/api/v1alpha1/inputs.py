@@ -1,4 +1,4 @@
-"""What goes in: `spec.model` and `spec.dataset`."""
+"""The inputs of a job: `spec.model` and `spec.dataset`."""
 
 from typing import Annotated
 
@@ -28,7 +28,7 @@ _SPLIT_RULE = Rule(
 
 
 class SecretKeyRef(ApiModel):
-    """One key of a Secret in the job's namespace."""
+    """A key of a Secret in the job's namespace."""
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
     """Name of the Secret."""
@@ -40,32 +40,32 @@ class ModelSpec(ApiModel):
     """The base model."""
 
     source: Source
-    """Where the base model is: hf://ORG/NAME, pvc://CLAIM/PATH, https://…blob…, or file://PATH
+    """Location of the base model: hf://ORG/NAME, pvc://CLAIM/PATH, https://…blob…, or file://PATH
     (file://./x is relative to the manifest; local backend). On Azure ML also
     azureml://models/NAME/versions/VERSION or
-    azureml://registries/REGISTRY/models/NAME/versions/VERSION, both perhaps with /PATH, or
+    azureml://registries/REGISTRY/models/NAME/versions/VERSION, both optionally with /PATH, or
     azureml://datastores/DATASTORE/paths/PATH."""
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Branch, tag or commit of a hub model; absent means its default branch."""
+    """Branch, tag or commit of a hub model; absent means the default branch."""
     token_secret_ref: SecretKeyRef | None = None
-    """Secret that holds the hub token; on this machine HF_TOKEN is used."""
+    """Secret that holds the hub token; the local backend uses HF_TOKEN."""
     base_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """Name the adapter records as its base, so that another machine finds it. Absent means the hub
-    name, or for a folder the name in its own config.json."""
+    """Name of the base model in the adapter, so that other machines find it. Absent means the hub
+    name, or for a folder the name in its config.json."""
     chat_template: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
-    """Jinja text that takes the place of the tokenizer's chat template; rows are written with it,
-    and it is saved with the trained model."""
+    """Jinja text that replaces the tokenizer's chat template. Rows are rendered with it, and it is
+    saved with the trained model."""
     chat_template_arguments: Annotated[
         dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=32)
     ] = Field({})
     """Variables that the chat template reads, by name: enable_thinking: "false". true, false and
-    numbers are taken as such. Rows and sample prompts are written with them, and the exported
-    template has them as its defaults."""
+    numbers are converted. Rows and sample prompts are rendered with them, and they become the
+    defaults of the exported template."""
     add_tokens: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=256)
     ] = Field([])
-    """Special tokens added to the tokenizer; their embeddings are trained, and exported with the
-    model, whatever the method."""
+    """Special tokens to add to the tokenizer. With every method their embeddings are trained, and
+    exported with the model."""
 
     cel_rules = (
         Rule(
@@ -77,24 +77,24 @@ class ModelSpec(ApiModel):
 
 
 class DatasetColumns(ApiModel):
-    """Column names of the data set where they differ from the usual ones."""
+    """Column names of the data set that differ from the default names."""
 
     messages: ColumnName | None = None
-    """Chat: list of messages. Default messages or conversations."""
+    """Chat: list of messages. Default: messages or conversations."""
     prompt: ColumnName | None = None
-    """Chat: user's turn. Default prompt."""
+    """Chat: the user's turn. Default: prompt."""
     completion: ColumnName | None = None
-    """Chat: assistant's turn. Default completion."""
+    """Chat: the assistant's turn. Default: completion."""
     system: ColumnName | None = None
-    """Chat: system turn. Default system."""
+    """Chat: the system turn. Default: system."""
     instruction: ColumnName | None = None
-    """Instruction: the task. Default instruction."""
+    """Instruction: the task. Default: instruction."""
     input: ColumnName | None = None
-    """Instruction: its input. Default input."""
+    """Instruction: the input of the task. Default: input."""
     output: ColumnName | None = None
-    """Instruction: the answer. Default output."""
+    """Instruction: the expected output. Default: output."""
     text: ColumnName | None = None
-    """Text: the text. Default text."""
+    """Text: the text. Default: text."""
 
 
 _COLUMNS_OF_FORMAT = (
@@ -116,14 +116,14 @@ def _columns_of(format_: str, names: tuple[str, ...]) -> Rule:
 
 
 class DatasetPart(ApiModel):
-    """Further rows to train on."""
+    """An additional data set to train on."""
 
     source: Source
-    """Where the rows are, as in dataset.source."""
+    """Location of the rows, as in dataset.source."""
     split: SplitName = "train"
     """Split of a hub data set; a file has only train."""
     weight: Weight = 1.0
-    """How often an epoch has each row, as dataset.weight."""
+    """Number of times each row occurs in an epoch, as in dataset.weight."""
 
     cel_rules = (_SPLIT_RULE,)
 
@@ -136,33 +136,33 @@ class DatasetSpec(ApiModel):
     """The rows to train and to evaluate on."""
 
     source: Source
-    """Training rows: hf://ORG/NAME, azureml://datastores/DATASTORE/paths/PATH, pvc://CLAIM/PATH,
-    https://…blob…, or file://PATH of a .jsonl, .json or .csv file, perhaps compressed (.gz, .zst),
-    of a .parquet file, or of a folder of them."""
+    """Location of the training rows: hf://ORG/NAME, azureml://datastores/DATASTORE/paths/PATH,
+    pvc://CLAIM/PATH, https://…blob…, or file://PATH of a .jsonl, .json or .csv file, optionally
+    compressed (.gz, .zst), of a .parquet file, or of a folder with such files."""
     format: DataFormat = DataFormat.CHAT
-    """What a row holds: chat (messages, conversations, or prompt and completion), instruction
+    """Format of the rows: chat (messages, conversations, or prompt and completion), instruction
     (instruction, input, output) or text."""
     split: SplitName = "train"
     """Split of a hub data set to train on; a file has only train."""
     weight: Weight = 1.0
-    """How often an epoch has each row of source. With 0.25, each epoch has the next quarter of
-    them, so four epochs see every row once."""
+    """Number of times each row of source occurs in an epoch. With 0.25, each epoch has the next
+    quarter of the rows, so four epochs see every row once."""
     also: Annotated[list[DatasetPart], Field(max_length=32)] = Field([])
-    """Further data sets to train on, of the same format and columns, mixed with source by
+    """Additional data sets to train on, with the same format and columns, mixed with source by
     weight."""
     eval_source: Source | None = None
-    """Held-out rows; absent means evalSplit of source, or no evaluation."""
+    """Location of the held-out rows; absent means evalSplit of source, or no evaluation."""
     eval_split: SplitName | None = None
-    """Split to evaluate on, of evalSource or else of source."""
+    """Split to evaluate on, of evalSource if set, else of source."""
     columns: DatasetColumns = DatasetColumns()
-    """Column names where they differ from the usual ones."""
+    """Column names that differ from the default names."""
     long_rows: LongRows = LongRows.TRUNCATE
-    """A row longer than training.maxSeqLength is cut (truncate) or becomes several sequences
-    (split); both are counted and reported."""
+    """Treatment of rows longer than training.maxSeqLength: truncate cuts them, split makes several
+    sequences of them. Both are counted and reported."""
     allow_special_tokens: bool = False
-    """Special tokens that a row writes out, such as </s>, are special. Without it they are text to
-    the model, so that no row can forge a turn; in format text set it where rows were written with a
-    chat template. Those of model.addTokens are special anyway."""
+    """Interpret special tokens in the text of a row, such as </s>. By default they are plain text,
+    so that no row can forge a turn. In format text, set this if the rows were rendered with a chat
+    template. Tokens of model.addTokens are always special."""
 
     cel_rules = (
         *(_columns_of(format_, names) for format_, names in _COLUMNS_OF_FORMAT),

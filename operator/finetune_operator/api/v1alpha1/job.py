@@ -1,4 +1,4 @@
-"""`FineTuneJob` itself, and the rules that read several parts of its spec."""
+"""`FineTuneJob`, and the rules that read several parts of its spec."""
 
 from typing import Annotated, Any, Literal
 
@@ -41,7 +41,7 @@ _BATCH_DETAIL = (
 )
 
 _ON_CLUSTER = "(self.backend.type in ['aks', 'azureml'])"
-# On Azure ML they are kept in the profile's datastore where the job names no other place.
+# On Azure ML, checkpoints without a URI are stored in the datastore of the profile.
 _KEEPS_CHECKPOINTS = "(has(self.checkpoint.uri) || self.backend.type == 'azureml')"
 _LOCAL_ONLY = (
     "is a path on this machine, which only backend type local can read; "
@@ -50,7 +50,7 @@ _LOCAL_ONLY = (
 
 
 def _local_only(field: str, *optional: str) -> Rule:
-    """Return the rule that refuses a path on this machine for a cluster."""
+    """Return the rule that refuses a path on the local machine for a cluster."""
     absent = "".join(f"!has(self.{one}) || " for one in optional)
     return Rule(
         f"{absent}!self.{field}.startsWith('file://') || !{_ON_CLUSTER}", _LOCAL_ONLY, field=field
@@ -67,7 +67,7 @@ def _needs_gpu(field: str, *, may_be_absent: bool = False) -> Rule:
 
 
 class FineTuneJobSpec(ApiModel):
-    """What to fine-tune, on what, how, and where."""
+    """Model, data set, method and resources of a fine-tuning job."""
 
     model: ModelSpec
     """The base model."""
@@ -78,38 +78,38 @@ class FineTuneJobSpec(ApiModel):
     strategy: StrategySpec = StrategySpec()
     """How the ranks share the model."""
     training: TrainingSpec
-    """Batch, steps, learning rate, precision."""
+    """Batch size, steps, learning rate and precision."""
     topology: TopologySpec = TopologySpec()
-    """Nodes, GPUs and processes."""
+    """Nodes, GPUs and processes of an attempt."""
     capacity: Capacity = Capacity.ON_DEMAND
     """onDemand, spot, or spotPreferred (spot if available)."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """Committed checkpoints."""
+    """Location and interval of checkpoints."""
     output: OutputSpec = OutputSpec()
-    """The trained model."""
+    """Location and format of the trained model."""
     restart_policy: RestartPolicy = RestartPolicy()
-    """How often a failed attempt is followed by another."""
+    """When a failed attempt is restarted."""
     deadlines: Deadlines = Deadlines()
     """Limits in seconds."""
     take_over: bool = False
-    """Go on in the folders of the job of this namespace and name that was deleted, from its newest
-    checkpoint (with checkpoint.resumeFrom none from the start); false refuses folders in which
-    another job has written. No attempt starts while a pod of that job lives."""
+    """Continue in the folders of the deleted job of the same namespace and name, from its newest
+    checkpoint (with checkpoint.resumeFrom none from the start). false refuses folders in which
+    another job has written. No attempt starts while a pod of the deleted job is alive."""
     suspend: bool = False
-    """Stop with a checkpoint and wait; false goes on."""
+    """Stop with a checkpoint and wait; false resumes the job."""
     queue: QueueSpec | None = None
     """Kueue queue and priority."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Delete the job this many seconds after its end; absent keeps it. Not for jobs in Git, as the
-    tool that applies them would create it again."""
+    """Delete the job this many seconds after it finishes; absent keeps the job. Do not set it for
+    jobs in Git: the tool that applies them would create the job again."""
     observability: Observability = Observability()
-    """What a run reports."""
+    """Metrics, status updates and sample prompts."""
     pod_template: PodTemplate | None = None
-    """Additions to the pods, merged under the fields the operator owns."""
+    """Additions to the pods; fields that the operator sets take precedence."""
     managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = MANAGED_BY
-    """Controller that acts on the job; other controllers ignore it."""
+    """Controller that manages the job; other controllers ignore the job."""
     backend: BackendSpec = BackendSpec()
-    """What runs it."""
+    """Backend that runs the job."""
 
     cel_reads = (
         "topology.gpusPerNode",

@@ -1,4 +1,4 @@
-"""The life of a job: checkpoints, output, restarts, deadlines, queue, what it reports."""
+"""The lifecycle of a job: checkpoints, output, restarts, deadlines, queue and reports."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -16,26 +16,27 @@ AnnotationValue = Annotated[str, Field(max_length=4096)]
 
 
 class CheckpointSpec(ApiModel):
-    """Committed checkpoints: where, how often, how many, and which one to start from."""
+    """Checkpoints: location, interval, number, and the checkpoint to start from."""
 
     uri: Source | None = None
-    """Folder of the checkpoints, of this job alone; local and azureml have a default. {namespace}
-    and {name} stand for the job's own, in every URI: pvc://checkpoints/{name}."""
+    """Folder of the checkpoints, not shared with other jobs; local and azureml have a default. In
+    every URI {namespace} and {name} stand for the namespace and name of the job:
+    pvc://checkpoints/{name}."""
     enabled: bool | None = None
-    """false makes no checkpoint at all, and wants no room for any: a run that is stopped, or
-    loses its node, begins anew. Absent means true."""
+    """false writes no checkpoints and needs no space for them: a run that is stopped, or loses a
+    node, starts again from the beginning. Absent means true."""
     every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Save every so many optimizer steps; without everySteps and everySeconds the interval follows
-    from meanTimeBetweenFailures. The last step, and a stop of the job, make a checkpoint in any
-    case."""
+    """Optimizer steps between two checkpoints. Without everySteps and everySeconds the interval
+    follows from meanTimeBetweenFailures. The last step, and a stop of the job, always write a
+    checkpoint."""
     every_seconds: Seconds | None = None
-    """Save when so many seconds have passed since the last one."""
+    """Seconds between two checkpoints."""
     mean_time_between_failures: Seconds | None = None
-    """Seconds an attempt lasts on average until it is lost; with the measured cost of a save it
-    makes the interval that loses the least time (Young, Daly). Absent means 7200 for capacity spot
-    and spotPreferred, else 86400."""
+    """Mean time in seconds until an attempt is lost. Together with the measured cost of a save it
+    determines the interval that loses the least time (Young, Daly). Absent means 7200 for capacity
+    spot and spotPreferred, else 86400."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Newest committed checkpoints that are kept."""
+    """Number of committed checkpoints to retain, newest first."""
     resume_from: Annotated[
         Uri,
         Rule(
@@ -44,11 +45,11 @@ class CheckpointSpec(ApiModel):
         ),
         ONLY_KNOWN,
     ] = "auto"
-    """auto (newest committed checkpoint), none, or the URI of one checkpoint."""
+    """auto (newest committed checkpoint), none, or the URI of a checkpoint."""
     allow_foreign: bool = False
-    """Load the checkpoint that resumeFrom names though another job has written it; the job that
-    takeOver goes on with is no other one. In a cluster the profile's allow.foreignCheckpoints has
-    to allow it, and is enough."""
+    """Load the checkpoint that resumeFrom names even if another job has written it. The deleted job
+    that takeOver continues is not another job. In a cluster, the profile's allow.foreignCheckpoints
+    is required, and suffices."""
 
     cel_rules = (
         Rule(
@@ -75,7 +76,7 @@ class CheckpointSpec(ApiModel):
 
 
 class OutputFormat(StrEnum):
-    """What is exported."""
+    """Format of the trained model."""
 
     ADAPTER = "adapter"
     MERGED = "merged"
@@ -83,18 +84,18 @@ class OutputFormat(StrEnum):
 
 
 class OutputSpec(ApiModel):
-    """The trained model."""
+    """Location and format of the trained model."""
 
     uri: Source | None = None
-    """Folder of the trained model, of this job alone; local and azureml have a default. {namespace}
-    and {name} stand for the job's own."""
+    """Folder of the trained model, not shared with other jobs; local and azureml have a default.
+    {namespace} and {name} stand for the namespace and name of the job."""
     format: OutputFormat | None = None
-    """adapter, merged (adapter folded into the base), or both; absent means adapter for lora and
-    qlora, the whole model for full."""
+    """adapter, merged (adapter merged into the base model), or both; absent means adapter for lora
+    and qlora, the whole model for full."""
 
 
 class RestartAction(StrEnum):
-    """What follows a matching failure."""
+    """Action after a matching failure."""
 
     FAIL = "Fail"
     RESTART = "Restart"
@@ -102,14 +103,14 @@ class RestartAction(StrEnum):
 
 
 class RestartRule(ApiModel):
-    """One rule; the first that matches decides."""
+    """A restart rule; the first rule that matches applies."""
 
     on_class: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    """Failure class, such as OutOfMemory."""
+    """Failure class to match, such as OutOfMemory."""
     on_exit_codes: (
         Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] | None
     ) = None
-    """Exit codes of the main process."""
+    """Exit codes of the main process to match."""
     action: RestartAction
     """Fail, Restart (counted) or RestartFree."""
 
@@ -129,12 +130,12 @@ class RestartRule(ApiModel):
 
 
 class RestartBackoff(ApiModel):
-    """Wait before a counted restart: base, doubled each time, at most max."""
+    """Delay before a counted restart: base, doubled each time, at most max."""
 
     base_seconds: Annotated[int, Field(ge=0, le=86_400)] = 0
-    """Wait before the first counted restart, in seconds."""
+    """Delay before the first counted restart, in seconds."""
     max_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
-    """Longest wait, in seconds."""
+    """Maximum delay, in seconds."""
 
     cel_rules = (
         Rule(
@@ -146,58 +147,58 @@ class RestartBackoff(ApiModel):
 
 
 class RestartPolicy(ApiModel):
-    """How often a failed attempt is followed by another."""
+    """When a failed attempt is restarted."""
 
     max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 3
-    """Restarts after faults; preemptions do not count."""
+    """Maximum restarts after faults; preemptions do not count."""
     max_disruptions: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    """Restarts after preemptions; absent means without limit."""
+    """Maximum restarts after preemptions; absent means no limit."""
     restarts_in_place: Annotated[int, Field(ge=0, le=1000)] = 0
-    """How often an attempt of one node starts its ranks again after a fault of one of them, without
-    counting, before the attempt fails."""
+    """Number of times an attempt on a single node restarts its ranks after a fault of a rank before
+    the attempt fails. Such restarts are not counted."""
     rules: Annotated[list[RestartRule], Field(max_length=20)] = Field([])
-    """Exceptions by failure class or exit code; first match wins."""
+    """Exceptions by failure class or exit code; the first match applies."""
     backoff: RestartBackoff = RestartBackoff()
-    """Wait before a counted restart."""
+    """Delay before a counted restart."""
 
 
 class Deadlines(ApiModel):
-    """Limits in seconds."""
+    """Time limits in seconds."""
 
     pending_seconds: Seconds | None = None
-    """Longest wait for resources before the job fails; time in a queue does not count."""
+    """Maximum wait for resources before the job fails; time in a queue does not count."""
     active_seconds: Seconds | None = None
-    """Longest life of the job over all attempts."""
+    """Maximum duration of the job over all attempts."""
     hang_seconds: Seconds | None = None
-    """Longest time without progress before an attempt writes every rank's stack to its log and
-    fails; absent means no limit. Must be longer than the slowest phase, such as loading."""
+    """Maximum time without progress before an attempt logs the stack of every rank and fails;
+    absent means no limit. Must be longer than the slowest phase, such as loading."""
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = 120
-    """Time between SIGTERM and SIGKILL; the checkpoint must fit into it."""
+    """Time between SIGTERM and SIGKILL; must be long enough to write a checkpoint."""
 
 
 class QueueSpec(ApiModel):
     """Kueue queue and priority."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    """Local queue the job waits in."""
+    """Kueue LocalQueue of the job."""
     priority_class: Annotated[str, Field(min_length=1, max_length=253)] | None = None
-    """Kueue's WorkloadPriorityClass."""
+    """Kueue WorkloadPriorityClass of the job."""
 
 
 class Observability(ApiModel):
-    """What a run reports."""
+    """Metrics, status updates and sample prompts."""
 
     metrics_port: Annotated[int, Field(ge=1024, le=65_535)] = 9400
-    """Port of each node's /metrics, and of /progress on the node of rank 0."""
+    """Port of /metrics on each node, and of /progress on the node of rank 0."""
     status_interval_seconds: Annotated[int, Field(ge=5, le=3600)] = 15
-    """Shortest time between two writes of progress to the status."""
+    """Minimum time between two updates of progress in the status."""
     sample_prompts: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4)
     ] = Field([])
-    """Questions the model answers before and after training."""
+    """Prompts that the model completes before and after training."""
     collective_timings: bool = False
-    """Have NCCL's collectives timed on the GPU, for finetune_comm_duration_seconds_total; can slow
-    down overlapping work. Needs GPUs; collectives between CPUs are always timed."""
+    """Measure NCCL collectives on the GPU, for finetune_comm_duration_seconds_total; can slow down
+    overlapping work. Requires GPUs; collectives between CPUs are always measured."""
 
 
 class PodTemplateMetadata(ApiModel):
@@ -210,11 +211,11 @@ class PodTemplateMetadata(ApiModel):
 
 
 class PodTemplate(ApiModel):
-    """Merged under the fields the operator owns."""
+    """Additions to the pods; fields that the operator sets take precedence."""
 
     metadata: PodTemplateMetadata = PodTemplateMetadata()
     """Labels and annotations of the pods."""
     spec: Annotated[dict[str, Any], Field(max_length=64)] = Field(
         {}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )
-    """Parts of a PodSpec."""
+    """Fields of a PodSpec."""

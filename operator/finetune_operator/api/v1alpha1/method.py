@@ -1,4 +1,4 @@
-"""What is trained and how the ranks share it: `spec.method` and `spec.strategy`."""
+"""Trained parameters and parallelism: `spec.method` and `spec.strategy`."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -10,7 +10,7 @@ from finetune_operator.api.v1alpha1.inputs import Source
 
 
 class MethodType(StrEnum):
-    """Which parameters are trained."""
+    """Set of trained parameters."""
 
     FULL = "full"
     LORA = "lora"
@@ -18,7 +18,7 @@ class MethodType(StrEnum):
 
 
 class Quantization(StrEnum):
-    """How the frozen base is stored."""
+    """Storage format of the frozen base model."""
 
     NONE = "none"
     NF4 = "nf4"
@@ -34,40 +34,41 @@ class LoraSpec(ApiModel):
     r: Annotated[int, Field(ge=1, le=1024)] = 16
     """Rank of the adapters."""
     alpha: Annotated[float, Field(ge=0, le=65536), ABOVE_ZERO] = 32
-    """Scale; the adapter adds alpha / r times its product."""
+    """Scale: the adapter adds alpha / r times its product."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Dropout probability on the adapters' input."""
+    """Dropout probability on the input of the adapters."""
     target_modules: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256, pattern=_NAME_ENDING)]],
         Field(max_length=64),
     ] = Field([])
-    """Module name endings to adapt, such as q_proj or mlp.down_proj, no patterns; empty means every
-    linear layer but the head and the routers of experts."""
+    """Endings of module names to adapt, such as q_proj or mlp.down_proj; patterns are not
+    supported. Empty means every linear layer except the head and the routers of experts."""
     rslora: bool = False
-    """Scale by alpha / sqrt(r) instead of alpha / r, which keeps high ranks from learning slowly
+    """Scale by alpha / sqrt(r) instead of alpha / r, so that high ranks do not learn slowly
     (arXiv:2312.03732)."""
     dora: bool = False
-    """Train each weight's magnitude apart from its direction (arXiv:2402.09353); slower, often
-    better at low ranks."""
+    """Train the magnitude of each weight separately from its direction (arXiv:2402.09353); slower,
+    often better at low ranks."""
     start_from: Source | None = None
-    """URI of the folder of an adapter whose weights training begins with; absent begins with an
-    adapter that changes nothing."""
+    """URI of the folder of an adapter from whose weights training starts; absent starts from an
+    adapter without effect."""
 
 
 class MethodSpec(ApiModel):
     """Full fine-tuning, LoRA or QLoRA."""
 
     type: MethodType = MethodType.LORA
-    """full trains every parameter, lora trains adapters, qlora adapters over a quantized base."""
+    """full trains every parameter, lora trains adapters, qlora trains adapters over a quantized
+    base."""
     lora: LoraSpec | None = None
     """Adapter settings of lora and qlora; absent means the defaults."""
     quantization: Quantization | None = None
-    """Storage of the frozen base: nf4 is 4-bit with double quantisation (arXiv:2305.14314), int8
-    8-bit; absent means nf4 for qlora, else none."""
+    """Storage of the frozen base model: nf4 is 4-bit with double quantisation (arXiv:2305.14314),
+    int8 is 8-bit; absent means nf4 for qlora, else none."""
     freeze: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=64)
     ] = Field([])
-    """Shell patterns of parameter names that full fine-tuning leaves as they are, such as
+    """Shell patterns of the names of parameters that full fine-tuning does not train, such as
     model.embed_tokens.*."""
 
     cel_rules = (
@@ -91,7 +92,7 @@ class MethodSpec(ApiModel):
 
 
 class StrategyType(StrEnum):
-    """How the ranks share one model."""
+    """Distribution of the model over the ranks."""
 
     AUTO = "auto"
     DDP = "ddp"
@@ -102,7 +103,7 @@ class StrategyType(StrEnum):
 
 
 class Offload(StrEnum):
-    """What leaves the GPU's memory."""
+    """State that is offloaded from GPU memory."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -111,7 +112,7 @@ class Offload(StrEnum):
 
 
 class ActivationCheckpointing(StrEnum):
-    """Which activations are computed again in the backward pass."""
+    """Activations that are recomputed in the backward pass."""
 
     AUTO = "auto"
     NONE = "none"
@@ -132,29 +133,29 @@ class StrategySpec(ApiModel):
     """auto lets the planner choose; ddp replicates, fsdp shards (FSDP2), zero1 to zero3 are
     DeepSpeed's stages."""
     offload: Offload = Offload.NONE
-    """Optimizer state (optimizer), parameters as well (cpu), or both on disk (nvme, zero3 only).
-    zero1 and zero2 take optimizer, fsdp takes cpu, zero3 takes any."""
+    """State to offload: optimizer state (optimizer), also parameters (cpu), or both to disk (nvme,
+    zero3 only). zero1 and zero2 support optimizer, fsdp supports cpu, zero3 supports all."""
     nvme_path: Annotated[str, Field(min_length=1, max_length=4096), _ABSOLUTE] | None = None
-    """Folder on each node's fast disk for the files of offload nvme."""
+    """Folder on a fast disk of each node for the files of offload nvme."""
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """HSDP, fsdp only: so many groups of ranks each hold the whole model, and shard it within the
-    group; usually the number of nodes."""
+    """HSDP, fsdp only: number of groups of ranks. Each group holds the whole model and shards it
+    within the group; usually the number of nodes."""
     reshard_after_forward: bool | None = None
-    """fsdp only: free a layer's gathered parameters between forward and backward; absent decides by
-    free memory."""
+    """fsdp only: free the gathered parameters of a layer between forward and backward; absent
+    decides by free memory."""
     reduce_each_micro_batch: bool | None = None
-    """fsdp only: reduce gradients after each micro-batch, which takes more time, and no memory for
-    whole gradients of 4 bytes a parameter; absent does so where these do not fit."""
+    """fsdp only: reduce gradients after each micro-batch, which takes more time but saves the
+    memory of whole gradients, 4 bytes per parameter; absent does so if they do not fit."""
     prefetch: Annotated[int, Field(ge=0, le=8)] | None = None
-    """fsdp only: layers gathered ahead of the one that computes; 0 leaves it to torch, absent
-    chooses."""
+    """fsdp only: number of layers to gather ahead of the current layer; 0 leaves it to torch,
+    absent chooses."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.AUTO
-    """Recompute activations to save memory: none, selective (keeps what is slow to compute), full,
-    or auto."""
+    """Recompute activations to save memory: none, selective (retains activations that are slow to
+    compute), full, or auto."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs that share each layer."""
+    """Number of GPUs that share each layer."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Stages the layers are divided into."""
+    """Number of stages into which the layers are divided."""
 
     cel_rules = (
         Rule(

@@ -1,9 +1,9 @@
-"""`FineTuneProfile`: what a cluster's administrator decides for all jobs of aks or azureml.
+"""`FineTuneProfile`: settings of a cluster administrator for all jobs of aks or azureml.
 
 Cluster-scoped. A job names a profile and gets its image, volumes and node pools, or its workspace,
-compute and datastore; `allow` says who may do so, and what else such a job may name. Everything
-that it does not allow is refused, as users who may create FineTuneJobs but no pods must not gain
-rights through them.
+compute and datastore. `allow` lists the namespaces that may use it, and the other resources that
+such a job may name. Everything else is refused, because users who may create FineTuneJobs but not
+pods must not gain permissions through them.
 """
 
 from enum import StrEnum
@@ -36,7 +36,7 @@ class Toleration(ApiModel):
     key: LabelKey | None = None
     """Key of the taint."""
     operator: Annotated[str, Field(pattern="^(Exists|Equal)$", max_length=16)] = "Equal"
-    """Equal compares value, Exists takes any."""
+    """Equal compares the value, Exists matches any value."""
     value: LabelValue | None = None
     """Value of the taint."""
     effect: Annotated[str, Field(pattern="^No(Schedule|Execute)$", max_length=16)] | None = None
@@ -44,107 +44,107 @@ class Toleration(ApiModel):
 
 
 class NodeSettings(ApiModel):
-    """Which nodes the pods are for."""
+    """Nodes for the pods."""
 
     agent_pools: Annotated[list[Name], Field(max_length=64)] = Field([])
-    """AKS node pools, by name; empty means any."""
+    """Names of AKS node pools; empty means any."""
     instance_types: Annotated[list[Name], Field(max_length=64)] = Field([])
-    """VM sizes; a job may name one of them. Empty means any."""
+    """VM sizes; a job may select a size of this list. Empty means any."""
     selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field({})
-    """Labels that a node must have, besides kubernetes.io/os: linux."""
+    """Labels that a node must have, in addition to kubernetes.io/os: linux."""
     tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field([])
-    """Taints the pods tolerate, besides those of spot pools and, with GPUs, sku=gpu and
-    nvidia.com/gpu."""
+    """Taints that the pods tolerate, in addition to the taints of spot pools and, with GPUs,
+    sku=gpu and nvidia.com/gpu."""
     topology_key: LabelKey = "topology.kubernetes.io/zone"
-    """Label whose value the nodes of one job share under placement pack: zone, or proximity
+    """Label with an equal value on all nodes of a job under placement pack: zone, or proximity
     placement group. Empty leaves it to the scheduler."""
 
 
 class RdmaResource(ApiModel):
-    """The resource by which a pod gets InfiniBand; its name differs by how the plugin is set up."""
+    """Resource that gives a pod InfiniBand; its name depends on the configuration of the plugin."""
 
     name: ResourceName = "rdma/ib"
-    """Name, such as rdma/ib or rdma/shared_ib."""
+    """Resource name, such as rdma/ib or rdma/shared_ib."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many each pod asks for."""
+    """Number of devices that each pod requests."""
 
 
 class ResourceSettings(ApiModel):
-    """What each pod asks of its node."""
+    """Resources of each pod."""
 
     cpu: Quantity | None = None
     """CPU request, such as 8 or 500m."""
     memory: Quantity | None = None
-    """Memory request and limit; shared memory counts against it."""
+    """Memory request and limit, including shared memory."""
     shared_memory: Quantity | None = None
-    """Size of /dev/shm; absent takes no more than the memory limit."""
+    """Size of /dev/shm; absent means no limit other than the memory limit."""
     gpu: ResourceName = "nvidia.com/gpu"
     """Resource name of a GPU."""
     rdma: RdmaResource | None = None
-    """InfiniBand; absent means that these nodes have none."""
+    """InfiniBand; absent means that the nodes have no InfiniBand."""
     other: Annotated[dict[str, Quantity], Field(max_length=16)] = Field({})
-    """Further resources by name, requested and limited."""
+    """Additional resources by name, as request and limit."""
 
 
 class ProfileVolume(ApiModel):
-    """A volume that every pod gets, and that a job may name where `allow.volumes` lists it."""
+    """A volume of every pod. A job may name it if `allow.volumes` lists it."""
 
     name: Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=50)]
-    """Its name; pvc://NAME/PATH in a job is a path on it."""
+    """Name of the volume; pvc://NAME/PATH in a job is a path on it."""
     mount_path: Path
-    """Where it is mounted."""
+    """Mount path."""
     read_only: bool = False
-    """Mount it read-only."""
+    """Mount the volume read-only."""
     source: Annotated[dict[str, Any], Field(max_length=1)] = Field(
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )
-    """The volume's source as in a PodSpec: persistentVolumeClaim, csi, hostPath, …"""
+    """Source of the volume as in a PodSpec: persistentVolumeClaim, csi, hostPath, …"""
 
 
 class SecuritySettings(ApiModel):
-    """As whom the containers run; root never."""
+    """User and groups of the containers; root is refused."""
 
     run_as_user: UserId = 1000
     """User id."""
     run_as_group: UserId = 1000
     """Group id."""
     fs_group: UserId = 1000
-    """Group that owns mounted volumes."""
+    """Group id that owns mounted volumes."""
 
 
 class MetricsReader(ApiModel):
-    """Pods that may read the metrics of training pods."""
+    """Pods that may scrape the metrics of training pods."""
 
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
-    """Their namespace."""
+    """Namespace of the pods."""
     labels: Annotated[dict[str, LabelValue], Field(max_length=16)] = Field({})
-    """Labels they have; empty means all of the namespace."""
+    """Labels of the pods; empty means all pods of the namespace."""
 
 
 class NetworkSettings(ApiModel):
-    """Who may connect to training pods, besides those of the same job and the operator."""
+    """Pods that may connect to training pods, besides pods of the same job and the operator."""
 
     policy: bool = True
-    """Make a NetworkPolicy for each job."""
+    """Create a NetworkPolicy for each job."""
     metrics_readers: Annotated[list[MetricsReader], Field(max_length=16)] = Field(
         [
             MetricsReader(namespace="monitoring"),
             MetricsReader(namespace="kube-system", labels={"rsName": "ama-metrics"}),
         ]
     )
-    """Pods that may read metrics. By default those of the namespace monitoring, and those of AKS's
-    managed Prometheus."""
+    """Pods that may scrape metrics. By default the pods of the namespace monitoring, and the pods
+    of managed Prometheus in AKS."""
 
 
 class RankZeroName(StrEnum):
-    """How the pods of several nodes find rank 0."""
+    """How pods resolve the address of rank 0 in a job with several nodes."""
 
     ENDPOINT_SLICE = "endpointSlice"
     SERVICE = "service"
 
 
 class ImagePullPolicy(StrEnum):
-    """When a node asks the registry for an image, as in a PodSpec."""
+    """When a node pulls the image, as in a PodSpec."""
 
     ALWAYS = "Always"
     IF_NOT_PRESENT = "IfNotPresent"
@@ -152,7 +152,7 @@ class ImagePullPolicy(StrEnum):
 
 
 class GpuMetrics(StrEnum):
-    """Where metrics of GPUs come from."""
+    """Source of GPU metrics."""
 
     OWN = "own"
     DCGM = "dcgm"
@@ -160,63 +160,64 @@ class GpuMetrics(StrEnum):
 
 
 class FineTuneProfileSpec(ApiModel):
-    """What every job that names the profile gets, and what it may ask for besides."""
+    """Settings of every job that names the profile, and the options that such a job may choose."""
 
     image: Image | None = None
-    """Image of the trainer, in a profile of the aks backend."""
+    """Trainer image; only in a profile of the aks backend."""
     azureml: AzureMLSettings | None = None
-    """The workspace, in a profile of the azureml backend."""
+    """Azure ML workspace; only in a profile of the azureml backend."""
     command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
         ["python", "-m", "finetune_trainer"]
     )
-    """What a pod runs; the path of its configuration is appended."""
+    """Command of each pod; the path of its configuration is appended."""
     init: Annotated[list[Text], Field(max_length=16)] | None = None
-    """What starts the command, passes signals on to it and returns its exit code, such as [tini,
-    --]. Absent means some lines of sh, which the image must have then; an empty list means nothing:
-    the command is PID 1, and a stop in its first moments is lost."""
+    """Init process that starts the command, forwards signals and returns its exit code, such as
+    [tini, --]. Absent means a short sh script, so the image must contain sh. With an empty list the
+    command is PID 1, and a stop within its first moments is lost."""
     env: Annotated[dict[str, Text], Field(max_length=256)] = Field({})
     """Environment variables of every pod."""
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = Field([])
-    """Secrets of the job's namespace to pull the image with."""
+    """Secrets of the job's namespace with which nodes pull the image."""
     image_pull_policy: ImagePullPolicy | None = None
-    """When nodes ask the registry for it: IfNotPresent takes an image that is there, Always asks at
-    every start, Never takes only those that were put on the nodes. Absent means Always for the tag
-    latest and for no tag, else IfNotPresent."""
+    """When nodes pull the image: IfNotPresent uses an image on the node, Always checks the registry
+    at every start, Never uses only images that are preloaded on the nodes. Absent means Always for
+    the tag latest and without a tag, else IfNotPresent."""
     service_account_name: Name | None = None
-    """Service account of the pods; absent means the namespace's default."""
+    """Service account of the pods; absent means the default of the namespace."""
     workload_identity: bool = False
-    """Let the pods log in to Azure as their service account's identity."""
+    """Let the pods authenticate to Azure with the identity of their service account."""
     priority_class_name: Name | None = None
     """PriorityClass of the pods."""
     runtime_class_name: Name | None = None
     """RuntimeClass of the pods."""
     scheduler_name: Name | None = None
-    """Scheduler; absent means the default."""
+    """Scheduler of the pods; absent means the default scheduler."""
     nodes: NodeSettings = NodeSettings()
-    """Which nodes the pods are for."""
+    """Nodes for the pods."""
     resources: ResourceSettings = ResourceSettings()
-    """What each pod asks of its node."""
+    """Resources of each pod."""
     volumes: Annotated[list[ProfileVolume], Field(max_length=32)] = Field([])
-    """Volumes that every pod gets, and that every job may name."""
+    """Volumes of every pod. A job may name a volume that allow.volumes lists."""
     cache_directory: Path = "/scratch/cache"
-    """Folder of downloaded models and tokenized data; below a volume's mountPath jobs share it,
-    else each pod has its own."""
+    """Folder of downloaded models and tokenized data. Jobs share it if it is below the mountPath of
+    a volume; otherwise each pod has its own."""
     listing_lag_seconds: Annotated[float, Field(ge=0, le=300)] | None = None
-    """How long a new file may be missing from a listing of its folder on what jobs write to:
-    attempts wait so long before they trust that nobody else writes there. Absent means 0 on a local
-    disk and 2 on any other file system."""
+    """Maximum time until a new file appears in listings of its folder, on the file systems that
+    jobs write to. Attempts wait this long before they conclude that no other process writes there.
+    Absent means 0 on a local disk and 2 on any other file system."""
     security: SecuritySettings = SecuritySettings()
-    """As whom the pods run."""
+    """User and groups of the pods."""
     network: NetworkSettings = NetworkSettings()
-    """Who may connect to the pods."""
+    """Pods that may connect to the training pods."""
     rank_zero_name: RankZeroName = RankZeroName.ENDPOINT_SLICE
-    """How several nodes find rank 0: by an EndpointSlice that the operator writes (cheapest), or by
-    a Service that selects the pod, where the operator may not write those."""
+    """How nodes resolve the address of rank 0: an EndpointSlice that the operator writes
+    (cheapest), or a Service that selects the pod, if the operator has no permission for
+    EndpointSlices."""
     gpu_metrics: GpuMetrics = GpuMetrics.OWN
-    """Where metrics of GPUs come from: own, which each pod asks the driver for; dcgm, which leaves
-    them to NVIDIA's DCGM exporter and tells only which GPU a rank has; or none."""
+    """Source of GPU metrics: own (each pod queries the driver), dcgm (NVIDIA's DCGM exporter; a pod
+    publishes only which GPU each rank uses), or none."""
     allow: Allowances = Allowances()
-    """Who may use the profile, and what their jobs may name."""
+    """Namespaces that may use the profile, and the resources that their jobs may name."""
 
     cel_rules = (
         Rule(

@@ -1,4 +1,4 @@
-"""`status` of a FineTuneJob; written by the controller alone."""
+"""`status` of a FineTuneJob; only the controller writes it."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -14,7 +14,7 @@ Uri = Annotated[str, Field(max_length=2048)]
 
 
 class JobPhase(StrEnum):
-    """One word for printing; decisions read conditions and attempts, never this."""
+    """Phase for display; the controller decides by conditions and attempts, never by the phase."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
@@ -32,21 +32,21 @@ class Condition(ApiModel):
     """A metav1 condition."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Which condition."""
+    """Type of the condition."""
     status: Annotated[str, Field(max_length=7)]
     """True, False or Unknown."""
     reason: Annotated[str, Field(max_length=1024)]
-    """One CamelCase word."""
+    """Reason in CamelCase."""
     message: Annotated[str, Field(max_length=32_768)] = ""
-    """One sentence."""
+    """Message for users."""
     last_transition_time: Time | None = None
-    """When status last changed, RFC 3339."""
+    """Time of the last change of status, RFC 3339."""
     observed_generation: int | None = None
-    """Generation this was decided for."""
+    """Generation that the condition was set for."""
 
 
 def _pending(type_: str, status: str) -> Condition:
-    """Return a condition with the epoch as its time, as a default has no time of its own."""
+    """Return a condition with the epoch as its time, because a default has no current time."""
     return Condition(
         type=type_,
         status=status,
@@ -57,187 +57,188 @@ def _pending(type_: str, status: str) -> Condition:
 
 
 FIRST_CONDITIONS = (_pending("Ready", "Unknown"), _pending("Reconciling", "True"))
-"""A job's conditions before its controller has seen it; kstatus reads them as InProgress."""
+"""Conditions of a job before its first reconcile; kstatus reads them as InProgress."""
 
 
 class Restarts(ApiModel):
-    """Restarts so far."""
+    """Number of restarts."""
 
     counted: int = 0
-    """After faults; limited by maxRestarts."""
+    """Restarts after faults; limited by maxRestarts."""
     disruptions: int = 0
-    """After preemptions and failures of the service."""
+    """Restarts after preemptions and failures of the service."""
 
 
 class NodesStatus(ApiModel):
-    """Nodes wanted and ready."""
+    """Desired and ready nodes."""
 
     desired: int = 0
     """Nodes of the current attempt."""
     ready: int = 0
-    """Nodes whose processes run."""
+    """Nodes with running processes."""
     world_size: int = 0
     """Ranks of the current attempt."""
 
 
 class PlanStatus(ApiModel):
-    """What was chosen for the job."""
+    """Settings that the planner has chosen."""
 
     strategy: Text = ""
     """Strategy in use."""
     precision: Text = ""
     """Precision in use."""
     micro_batch_size: int = 0
-    """Sequences of one forward pass on one rank."""
+    """Sequences per forward pass and rank."""
     gradient_accumulation_steps: int = 0
-    """Forward passes of a step."""
+    """Forward passes per optimizer step."""
     reasons: Annotated[list[Text], Field(max_length=16)] = Field([])
-    """Why these were chosen."""
+    """Reasons for these settings."""
 
 
 class ProgressStatus(ApiModel):
-    """What rank 0 published last."""
+    """Latest progress that rank 0 has published."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     total_steps: int | None = None
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     epoch: float = 0.0
-    """Passes over the data set so far."""
+    """Completed passes over the data set."""
     loss: float | None = None
-    """Training loss of the newest step."""
+    """Training loss of the latest step."""
     eval_loss: float | None = None
-    """Newest held-out loss."""
+    """Latest held-out loss."""
     tokens_per_second: float | None = None
-    """Non-padding tokens, all ranks."""
+    """Non-padding tokens per second of all ranks."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1."""
+    """Model FLOPs utilisation, from 0 to 1."""
     eta_seconds: float | None = None
-    """Time to the last step, in seconds."""
+    """Estimated time until the last step, in seconds."""
     last_update_time: Time | None = None
-    """When this was written, RFC 3339."""
+    """Time of this progress, RFC 3339."""
 
 
 class CheckpointEntry(ApiModel):
-    """One committed checkpoint."""
+    """A committed checkpoint."""
 
     step: int
-    """Optimizer step it was taken after."""
+    """Optimizer step after which it was saved."""
     uri: Uri
-    """Where it is."""
+    """Location of the checkpoint."""
     time: Time
-    """When it was committed."""
+    """Time of the commit."""
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     eval_loss: float | None = None
     """Held-out loss at that step."""
 
 
 class CheckpointLedger(ApiModel):
-    """The checkpoints that matter."""
+    """Latest and best checkpoint."""
 
     last: CheckpointEntry | None = None
-    """Newest committed checkpoint."""
+    """Latest committed checkpoint."""
     best: CheckpointEntry | None = None
-    """Lowest held-out loss."""
+    """Checkpoint with the lowest held-out loss."""
 
 
 class AttemptStatus(ApiModel):
-    """One attempt, newest 10 are kept."""
+    """An attempt; the status holds the latest 10."""
 
     number: int
-    """Counts up over restarts and resumes."""
+    """Number of the attempt, counted over restarts and resumes."""
     start_time: Time | None = None
-    """When it was submitted."""
+    """Time of the submission."""
     stop_deadline: Time | None = None
-    """When what is left of it is killed, once it was asked to stop."""
+    """Time at which remaining processes are killed, after a stop was requested."""
     end_time: Time | None = None
-    """When its last process was gone."""
+    """Time at which the last process had terminated."""
     failure_class: Annotated[str, Field(max_length=64)] | None = None
-    """Why it ended."""
+    """Failure class of the attempt."""
     message: Text = ""
-    """Its termination message."""
+    """Termination message of the attempt."""
     node: Annotated[str, Field(max_length=253)] | None = None
     """Node of the rank whose failure is the root cause."""
     exit_code: int | None = None
-    """Exit code of the main process."""
+    """Exit code of the main process of the attempt."""
     resumed_step: int | None = None
-    """Step of the checkpoint it started from."""
+    """Step of the checkpoint that the attempt started from."""
     disruptions: int | None = None
-    """How often its service moved it."""
+    """Number of times the service has moved the attempt."""
     url: Uri | None = None
-    """Its page, also after its end."""
+    """Web page of the attempt, also after it has finished."""
     digest: Annotated[str, Field(max_length=64)] | None = None
-    """SHA-256 of what later attempts keep of it, such as its profile."""
+    """SHA-256 of the settings that later attempts reuse, such as the profile."""
 
 
 class SuspectStatus(ApiModel):
-    """A rank that holds the others back."""
+    """A rank that slows down the other ranks."""
 
     rank: Annotated[int, Field(ge=0)]
-    """Its rank."""
+    """Number of the rank."""
     node: Annotated[str, Field(max_length=253)] = ""
-    """Its node."""
+    """Node of the rank."""
     cause: Annotated[str, Field(max_length=64)]
-    """What it does while the others wait: compute, data, checkpoint, or stuck."""
+    """Activity while the other ranks wait: compute, data, checkpoint, or stuck."""
     score: float | None = None
-    """Its busy time by the median of the others'; none where it stays away from a collective."""
+    """Busy time relative to the median of the other ranks; absent if the rank does not join a
+    collective."""
     since: Time
-    """When it began, RFC 3339."""
+    """Start time, RFC 3339."""
     message: Text = ""
-    """The same in one sentence, with what more is known."""
+    """Message for users, with more details."""
 
 
 class BackendRef(ApiModel):
-    """What the backend made for the current attempt."""
+    """Object of the backend for the current attempt."""
 
     kind: Text
-    """Kind of the thing."""
+    """Kind of the object."""
     name: Text
-    """Its name."""
+    """Name of the object."""
     uid: Text = ""
-    """Its unique id."""
+    """Uid of the object."""
     url: Uri = ""
-    """Its page."""
+    """Web page of the object."""
 
 
 class FineTuneJobStatus(ApiModel):
-    """What is known about the job."""
+    """Observed state of the job."""
 
     observed_generation: int = 0
-    """Generation the status was decided for."""
+    """Generation of the spec that the status describes."""
     phase: JobPhase = JobPhase.PENDING
-    """One word for printing."""
+    """Phase for display."""
     attempt: int = 0
-    """Number of the newest attempt."""
+    """Number of the latest attempt."""
     start_time: Time | None = None
-    """When the first attempt was submitted."""
+    """Time of the first submission."""
     completion_time: Time | None = None
-    """When the job ended."""
+    """Time at which the job finished."""
     restarts: Restarts = Restarts()
-    """Restarts so far."""
+    """Number of restarts."""
     nodes: NodesStatus = NodesStatus()
-    """Nodes wanted and ready."""
+    """Desired and ready nodes."""
     plan: PlanStatus | None = None
-    """What was chosen for the job."""
+    """Settings that the planner has chosen."""
     progress: ProgressStatus | None = None
-    """What rank 0 published last."""
+    """Latest progress that rank 0 has published."""
     suspects: Annotated[list[SuspectStatus], Field(max_length=5)] = Field([])
-    """Ranks that hold the newest attempt back."""
+    """Ranks that slow down the latest attempt."""
     checkpoint: CheckpointLedger = CheckpointLedger()
-    """The checkpoints that matter."""
+    """Latest and best checkpoint."""
     ledger: TimeLedger | None = None
-    """Where the time went; written with whatever else is written."""
+    """Time by activity; updated with every other change of the status."""
     attempts: Annotated[list[AttemptStatus], Field(max_length=10)] = Field([])
-    """Newest ten attempts."""
+    """Latest ten attempts."""
     backend_ref: BackendRef | None = None
-    """What the backend made for the current attempt."""
+    """Object of the backend for the current attempt."""
     folders: Annotated[list[Uri], Field(max_length=16)] = Field([])
-    """What the current attempt was opened to write; no other job may."""
+    """Folders that the current attempt may write to; no other job may write to them."""
     artifacts: Annotated[list[Uri], Field(max_length=16)] = Field([])
-    """What was exported."""
+    """Exported artifacts."""
     conditions: Annotated[list[Condition], Field(max_length=32)] = Field(
         list(FIRST_CONDITIONS),
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """Conditions, one a type."""
+    """Conditions, one per type."""

@@ -1,4 +1,4 @@
-"""`status.ledger` of a FineTuneJob: where its time went; `reconcile/ledger.py` keeps it."""
+"""`status.ledger` of a FineTuneJob: its time by activity; `reconcile/ledger.py` updates it."""
 
 from typing import Annotated
 
@@ -8,60 +8,60 @@ from finetune_operator.api.schema import ApiModel
 
 
 class Milliseconds(ApiModel):
-    """Time by what it went into; what is left out is 0."""
+    """Milliseconds by activity; absent means 0."""
 
     queued: int | None = None
-    """Waiting for its operator, or in a queue."""
+    """Waiting for the operator, or in a queue."""
     provisioning: int | None = None
-    """Waiting for its nodes."""
+    """Waiting for nodes."""
     starting: int | None = None
-    """All nodes run: ranks meet, load the model, read the data."""
+    """All nodes run: rendezvous, loading the model, reading the data."""
     productive: int | None = None
-    """Training steps that were never made before."""
+    """Training steps that ran for the first time."""
     recomputed: int | None = None
-    """Training steps that an earlier attempt had made."""
+    """Training steps that an earlier attempt had completed."""
     data: int | None = None
-    """Training waited for rows."""
+    """Waiting for rows."""
     checkpoint: int | None = None
-    """Training stood still for a checkpoint."""
+    """Waiting for a checkpoint."""
     evaluation: int | None = None
-    """Held-out loss and answers to sample prompts."""
+    """Held-out loss and sample prompts."""
     exporting: int | None = None
-    """Writing the model that was trained."""
+    """Exporting the trained model."""
     restarting: int | None = None
-    """From the loss of an attempt until the next one trains."""
+    """From the loss of an attempt until the next attempt trains."""
     suspended: int | None = None
-    """Nothing ran, as spec.suspend said."""
+    """Suspended by spec.suspend."""
     other: int | None = None
-    """Anything else, such as time that no process reported."""
+    """Other time, such as time that no process reported."""
 
 
 class RestartCount(ApiModel):
-    """Attempts that were followed by another one."""
+    """Restarts after failures of one class."""
 
     failure_class: Annotated[str, Field(max_length=64)]
-    """Why they ended."""
+    """Failure class."""
     count: int
-    """How many."""
+    """Number of restarts."""
 
 
 class HeardTime(ApiModel):
-    """The report of rank 0 up to which its time is accounted for."""
+    """Latest report of rank 0 that the ledger includes."""
 
     attempt: int
-    """Of which attempt."""
+    """Number of the attempt."""
     restarts_in_place: int = 0
-    """After so many restarts in place."""
+    """Number of restarts in place before the report."""
     time: float
-    """When it was made, seconds since the epoch."""
+    """Time of the report, seconds since the epoch."""
     step: int
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     starting: int | None = None
-    """Milliseconds until it trained."""
+    """Milliseconds before training started."""
     training: int | None = None
     """Milliseconds of training."""
     data: int | None = None
-    """Milliseconds of waiting for rows."""
+    """Milliseconds of waiting for rows of the data set."""
     checkpoint: int | None = None
     """Milliseconds of checkpoints."""
     evaluation: int | None = None
@@ -69,32 +69,32 @@ class HeardTime(ApiModel):
     exporting: int | None = None
     """Milliseconds of exporting."""
     other: int | None = None
-    """Milliseconds of anything else."""
+    """Milliseconds of other activities."""
 
 
 class TimeLedger(ApiModel):
-    """Where the job's time went since it was created.
+    """Time of the job by activity, since its creation.
 
-    What is not accounted for yet belongs to what goes on now.
+    Time that is not yet accounted for belongs to the current activity.
     """
 
     time: Milliseconds = Milliseconds()
     """Milliseconds of the job."""
     gpu_time: Milliseconds = Milliseconds()
-    """Milliseconds of the job, times the GPUs of nodes that ran."""
+    """Milliseconds of the job, multiplied by the GPUs of running nodes."""
     highest_step: int = 0
-    """Highest optimizer step that any attempt has made."""
+    """Highest optimizer step that any attempt has completed."""
     first_step: int | None = None
     """Milliseconds from creation to the first optimizer step."""
     lost_at: int | None = None
-    """Milliseconds from creation to the loss of ranks that it is recovering from."""
+    """Milliseconds from creation to the loss of ranks from which the job is recovering."""
     recovery: int | None = None
-    """Milliseconds from the newest loss of ranks until they trained again."""
+    """Milliseconds from the latest loss of ranks until training resumed."""
     recoveries: int = 0
-    """How often they did."""
+    """Number of recoveries."""
     attempt: int = 0
-    """Newest attempt whose restart is counted."""
+    """Latest attempt whose restart is counted."""
     restarts: Annotated[list[RestartCount], Field(max_length=32)] = Field([])
-    """Restarts so far, one entry a failure class."""
+    """Number of restarts per failure class."""
     heard: HeardTime | None = None
-    """Up to where rank 0's own account is in it."""
+    """Latest report of rank 0 that the ledger includes."""

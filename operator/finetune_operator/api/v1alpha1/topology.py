@@ -1,4 +1,4 @@
-"""What it runs on: `spec.topology`, `spec.capacity` and `spec.backend`."""
+"""Compute resources of a job: `spec.topology`, `spec.capacity` and `spec.backend`."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -18,7 +18,7 @@ AzureMLEnvironment = Annotated[
     str,
     Field(max_length=512),
     Rule(
-        # Without a version, a restart could get another trainer than the first attempt had.
+        # Without a version, a restart could run another trainer than the first attempt.
         f"self.matches('^azureml:(//registries/{_ASSET}/environments/{_ASSET}/versions/{_ASSET}|"
         f"{_ASSET}:{_ASSET})$')",
         "must name an environment and its version; write azureml:NAME:VERSION, or "
@@ -28,7 +28,7 @@ AzureMLEnvironment = Annotated[
 
 
 class Rdma(StrEnum):
-    """Whether InfiniBand is used between nodes."""
+    """Use of InfiniBand between nodes."""
 
     NONE = "none"
     AUTO = "auto"
@@ -36,14 +36,14 @@ class Rdma(StrEnum):
 
 
 class Placement(StrEnum):
-    """How nodes are placed."""
+    """Placement of the nodes."""
 
     PACK = "pack"
     SPREAD = "spread"
 
 
 class Capacity(StrEnum):
-    """What kind of machines to use."""
+    """Kind of compute capacity."""
 
     ON_DEMAND = "onDemand"
     SPOT = "spot"
@@ -54,22 +54,22 @@ class TopologySpec(ApiModel):
     """Nodes, GPUs and processes; world size = nodes x processesPerNode."""
 
     nodes: NumNodes = 1
-    """Nodes that train together."""
+    """Number of nodes."""
     min_nodes: NumNodes | None = None
-    """Fewest nodes an elastic job goes on with."""
+    """Minimum number of nodes of an elastic job."""
     max_nodes: NumNodes | None = None
-    """Most nodes an elastic job grows to."""
+    """Maximum number of nodes of an elastic job."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 1
-    """GPUs of each node; 0 trains on the CPU."""
+    """GPUs per node; 0 trains on the CPU."""
     processes_per_node: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Ranks of each node; absent means gpusPerNode, or 1 on the CPU. May differ from gpusPerNode
-    only on the CPU."""
+    """Ranks per node; absent means gpusPerNode, or 1 on the CPU. May differ from gpusPerNode only
+    on the CPU."""
     instance_type: Name | None = None
     """Azure VM size, such as Standard_ND96isr_H100_v5."""
     rdma: Rdma = Rdma.AUTO
     """InfiniBand between nodes: none, auto or required."""
     placement: Placement = Placement.PACK
-    """pack keeps nodes close to each other, spread apart."""
+    """pack places nodes close to each other, spread places them apart."""
 
     cel_rules = (
         Rule(
@@ -95,15 +95,15 @@ class AksSpec(ApiModel):
     """Settings of the aks backend."""
 
     profile: Name = "default"
-    """FineTuneProfile that says which image, volumes and node pools to use."""
+    """FineTuneProfile with the image, volumes and node pools."""
     service_account_name: Name | None = None
-    """Service account of the pods, of those that the profile allows; absent means the profile's."""
+    """Service account of the pods, which the profile must allow; absent means the profile's."""
     image: Image | None = None
-    """Image of the trainer, of those that the profile allows; absent means the profile's."""
+    """Trainer image, which the profile must allow; absent means the profile's."""
 
 
 class JobPriority(StrEnum):
-    """Which jobs of a workspace get compute first."""
+    """Priority of a job in its workspace."""
 
     LOW = "low"
     MEDIUM = "medium"
@@ -114,21 +114,19 @@ class AzureMLSpec(ApiModel):
     """Settings of the azureml backend."""
 
     profile: Name = "default"
-    """FineTuneProfile that says which workspace, identity and datastore to use."""
+    """FineTuneProfile with the workspace, identity and datastore."""
     compute: AzureMLCompute | None = None
-    """Compute that runs the job, of those that the profile allows; absent means the profile's."""
+    """Compute that runs the job, which the profile must allow; absent means the profile's."""
     serverless: bool = False
-    """Run on serverless compute of the VM size topology.instanceType, where the profile allows
-    it."""
+    """Run on serverless compute of the VM size topology.instanceType; the profile must allow it."""
     environment: AzureMLEnvironment | None = None
-    """Environment of the trainer, of those that the profile allows; absent means the profile's."""
+    """Environment of the trainer, which the profile must allow; absent means the profile's."""
     experiment: (
         Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=255)] | None
     ) = None
-    """Experiment the job is listed under; absent means the job's namespace."""
+    """Experiment of the job in Azure ML; absent means the namespace of the job."""
     priority: JobPriority | None = None
-    """Which jobs of the workspace get compute first: low, medium or high; absent leaves it to
-    Azure ML."""
+    """Priority of the job in its workspace: low, medium or high; absent leaves it to Azure ML."""
 
     cel_rules = (
         Rule(
@@ -151,14 +149,14 @@ class LocalSpec(ApiModel):
         ]
         | None
     ) = None
-    """Folder of everything the run writes; relative to the manifest. Absent means
-    runs/NAMESPACE/NAME beside the manifest. {namespace} and {name} stand for the job's own."""
+    """Folder of all files of the run, relative to the manifest. Absent means runs/NAMESPACE/NAME
+    next to the manifest. {namespace} and {name} stand for the namespace and name of the job."""
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of each rank; absent shares the machine's cores evenly."""
+    """CPU threads per rank; absent divides the cores of the machine evenly."""
 
 
 class BackendSpec(ApiModel):
-    """What runs it."""
+    """Backend that runs the job."""
 
     type: Annotated[
         str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), NEVER_CHANGES

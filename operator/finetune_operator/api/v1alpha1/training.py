@@ -1,4 +1,4 @@
-"""The optimizer's view: `spec.training`."""
+"""Batch size, optimizer, schedule and precision: `spec.training`."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ class Schedule(StrEnum):
 
 
 class Precision(StrEnum):
-    """Number format of forward and backward; trained parameters are kept in fp32."""
+    """Number format of forward and backward pass; trained parameters are stored in fp32."""
 
     AUTO = "auto"
     BF16 = "bf16"
@@ -28,14 +28,14 @@ class Precision(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """What updates the trained parameters."""
+    """Optimizer of the trained parameters."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw8bit"
 
 
 class Attention(StrEnum):
-    """What computes attention inside the documents of a pack."""
+    """Implementation of attention within the documents of a pack."""
 
     VARLEN = "varlen"
     FLEX = "flex"
@@ -43,30 +43,30 @@ class Attention(StrEnum):
 
 
 class EarlyStopping(ApiModel):
-    """Stop when the held-out loss no longer falls."""
+    """Stop when the held-out loss no longer decreases."""
 
     patience: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Evaluations without improvement before training stops."""
+    """Number of evaluations without improvement before training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """Fall of the held-out loss that counts as an improvement."""
+    """Minimum decrease of the held-out loss that counts as an improvement."""
 
 
 class TrainingSpec(ApiModel):
-    """Batch, steps, learning rate, precision."""
+    """Batch size, steps, learning rate and precision."""
 
     global_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
-    """Sequences (packs, when packing) an optimizer step averages over, all ranks."""
+    """Sequences (packs, if packing) per optimizer step, over all ranks."""
     micro_batch_size: Annotated[
         Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"],
         Rule("type(self) == int || self == 'auto'", "must be a whole number or auto"),
     ] = "auto"
-    """Sequences of one forward pass on one rank, or auto."""
+    """Sequences per forward pass and rank, or auto."""
     max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
-    """Longest sequence, in tokens; also the length of a pack."""
+    """Maximum length of a sequence in tokens; also the length of a pack."""
     epochs: Annotated[float, Field(le=10_000), ABOVE_ZERO] | None = None
-    """Passes over the data set; exactly one of epochs and maxSteps."""
+    """Passes over the data set; set exactly one of epochs and maxSteps."""
     max_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Optimizer steps; exactly one of epochs and maxSteps."""
+    """Number of optimizer steps; set exactly one of epochs and maxSteps."""
     learning_rate: Annotated[float, Field(le=10), ABOVE_ZERO]
     """Peak learning rate, a number such as 2e-4."""
     schedule: Schedule = Schedule.COSINE
@@ -79,54 +79,57 @@ class TrainingSpec(ApiModel):
             "must be a whole number of steps, or a share of all steps below 1",
         ),
     ] = 0.0
-    """Share of all steps when below 1, else a count of steps."""
+    """Warm-up as a share of all steps if below 1, else as a number of steps."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Decoupled weight decay of AdamW (arXiv:1711.05101)."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    """Dropout of the model's own layers; absent keeps the model's setting."""
+    """Dropout of the layers of the base model; absent means the setting of the model."""
     max_grad_norm: Annotated[float, Field(ge=0, le=1e9)] = 1.0
-    """Gradients are scaled down to this global norm; 0 turns it off."""
+    """Maximum global norm of the gradients; 0 disables clipping."""
     precision: Precision = Precision.AUTO
     """bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or fp32; auto is
     bf16 on a GPU and with adamw8bit, and fp32 on a CPU."""
     optimizer: Optimizer | None = None
-    """adamw keeps parameters and both moments in fp32, 12 bytes a parameter; adamw8bit keeps
-    parameters in bf16, rounded stochastically, and moments in 8 bits, 4 bytes a parameter. That is
+    """adamw stores parameters and both moments in fp32, 12 bytes per parameter. adamw8bit stores
+    parameters in bf16, with stochastic rounding, and moments in 8 bits, 4 bytes per parameter; only
     for full fine-tuning in bf16 with ddp or fsdp. Absent means adamw."""
     compile: bool | None = None
-    """Compile each decoder layer with torch.compile: a minute or more at the start, faster steps
-    after it. Absent does so on GPUs, with ddp and fsdp, where the model allows it."""
+    """Compile each decoder layer with torch.compile: a minute or more at the start, then faster
+    steps. Absent compiles on GPUs, with ddp and fsdp, if the model supports it."""
     attention: Attention | None = None
-    """varlen: one kernel for all documents of a pack; flex: a kernel that torch compiles for this
-    model, which knows soft caps; model: the model's own, with a mask. Absent takes the first that
-    can serve, and FlashAttention 3 or 4 for varlen where its package is installed."""
+    """varlen: one kernel for all documents of a pack; flex: a kernel that torch compiles for the
+    model, with support for soft caps; model: the implementation of the model, with a mask. Absent
+    means the first that the model supports, with FlashAttention 3 or 4 for varlen if its package is
+    installed."""
     deterministic: bool | None = None
-    """The same bits in each run on the same GPUs, at a cost in speed; without it a GPU may add up
-    in another order. A CPU always gives the same bits."""
+    """Produce bitwise identical results in each run on the same GPUs, at a cost in speed. Otherwise
+    the order of additions on a GPU may differ. A CPU is always deterministic."""
     collect_garbage_every_steps: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Python's garbage is collected after every so many steps, on all ranks at once, and never
-    between; 0 leaves it to Python. Absent chooses."""
+    """Number of steps between two garbage collections of Python, on all ranks at the same step,
+    with none in between; 0 leaves it to Python. Absent chooses."""
     expandable_segments: bool | None = None
-    """Let CUDA's allocator grow its segments, which wastes less memory; absent does so on GPUs."""
+    """Let the CUDA allocator expand its segments, which wastes less memory; absent means true on
+    GPUs."""
     check_memory: bool | None = None
-    """Refuse to start where the computed peak is more than a GPU has, as is done where this is
-    absent; false starts all the same."""
+    """Refuse to start if the computed peak exceeds the memory of a GPU. Absent means true; false
+    starts anyway."""
     fused_head: bool | None = None
-    """Compute the loss in the model's head, in chunks, so that not all logits exist at once, as is
-    done where this is absent and the head is a plain layer; false computes all of them at once."""
+    """Compute the loss in the head of the model, in chunks, so that not all logits are in memory at
+    once. Absent means true if the head is a plain linear layer; false computes all logits at
+    once."""
     liger: bool = False
     """Use the fused Triton layers of liger-kernel; GPUs only."""
     float8: bool = False
     """float8 matrix products (torchao); full fine-tuning on Hopper or newer GPUs only."""
     seed: Annotated[int, Field(ge=0, le=INT32_MAX)] = 42
-    """Seed of order, initialisation and dropout."""
+    """Seed of the order of rows, initialisation and dropout."""
     packing: bool | None = None
-    """Put several rows into one sequence, isolated from each other; absent does so where the model
-    keeps them apart, true refuses a model that does not."""
+    """Pack several rows into one sequence, isolated from each other. Absent packs if the model can
+    isolate them; true refuses other models."""
     eval_every_steps: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Evaluate every so many steps; absent means before and after training."""
+    """Number of steps between two evaluations; absent means before and after training."""
     early_stopping: EarlyStopping | None = None
-    """Stop when the held-out loss no longer falls."""
+    """Stop when the held-out loss no longer decreases."""
 
     cel_rules = (
         Rule(

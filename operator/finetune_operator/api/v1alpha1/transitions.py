@@ -1,6 +1,6 @@
-"""What of a spec may change after creation; the rules compare it with `oldSelf`.
+"""Fields of a spec that may change after creation; the rules compare them with `oldSelf`.
 
-Free at any time: suspend, deadlines, observability, ttlSecondsAfterFinished, topology.nodes,
+Always: suspend, deadlines, observability, ttlSecondsAfterFinished, topology.nodes,
 restartPolicy.maxRestarts and .maxDisruptions. Never: managedBy and backend.type. Everything else
 changes only while the job is suspended, so that no attempt runs another spec than the one shown.
 `ftctl run` uses it to apply a changed manifest to an unfinished job.
@@ -26,8 +26,8 @@ _FROZEN = (
     "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
     "checkpoint.resumeFrom",
 )  # fmt: skip
-"""Fields that decide what is learned in which order, and where checkpoints are: with others, a
-checkpoint cannot be used."""
+"""Fields that determine what is learned in which order, and the location of checkpoints. If one of
+them changes, existing checkpoints cannot be used."""
 # A write of the status leaves the spec as it is, whatever it sends along. Comparing specs costs the
 # API server more than the rest of such a write, and every status that the operator writes has a
 # changed ledger.
@@ -40,7 +40,7 @@ _WRITES_STATUS = (
 _WRONG, _DO = "cannot change while the job is not suspended", "; set spec.suspend: true first"
 
 NEVER_CHANGES = Rule("self == oldSelf", "cannot change after creation; create another job")
-"""For a field with a default, which is there before and after."""
+"""For a field with a default, which is present before and after an update."""
 
 
 def _is_same(field: str) -> str:
