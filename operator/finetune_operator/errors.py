@@ -1,34 +1,35 @@
-"""Every error the operator raises on purpose.
+"""Every error that the operator raises deliberately.
 
     FineTuneError
-    ├── ManifestError            a manifest cannot be read or is refused; holds the problems
+    ├── ManifestError            a manifest cannot be read or is refused; has the problems
     ├── UnknownBackendError      no backend of that name is installed
     ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
-    ├── StateError               the embedded API's file is no good (embedded/store.py)
+    ├── StateError               the embedded API's file is invalid (embedded/store.py)
     ├── KubeError                a cluster refuses, or cannot be reached (kube/api_errors.py)
-    └── BackendError             a backend could not do what it was asked
-        ├── AlreadyOwnedError    the thing to create exists and belongs to somebody else
-        ├── NoSuchRankError      a log is asked for that no attempt of this size has
-        └── TransientError       the same call may work later (retryable)
-            └── NotCreatedError  an attempt does not exist, and what is in its way may pass
+    └── BackendError             a backend could not do its work
+        ├── AlreadyOwnedError    the object to create exists and has another owner
+        ├── NoSuchRankError      the attempt has no rank of the requested log
+        └── TransientError       a retry may succeed (retryable)
+            └── NotCreatedError  an attempt does not exist, and the obstacle may pass
 
-Whether to try again is a property of the class (`retryable`); the message is one sentence: what is
-wrong, with the value, then what to do.
+Whether to retry is a property of the class (`retryable`). The message is one sentence: the fault,
+with
+the value, then the remedy.
 """
 
 from typing import ClassVar
 
 
 class FineTuneError(Exception):
-    """The root; a command prints its message and exits with 1.
+    """Root of the errors; a command prints its message and exits with 1.
 
     Attributes:
-        retry_after: Seconds after which the same call may be made again; None where nobody said.
+        retry_after: Seconds after which to retry; None if unknown.
     """
 
     retryable: ClassVar[bool] = False
     is_absent: ClassVar[bool] = False
-    """Whether it proves that the attempt which was to be created does not exist."""
+    """Whether it proves that the attempt to be created does not exist."""
 
     retry_after: float | None = None
 
@@ -38,29 +39,29 @@ class ManifestError(FineTuneError):
 
 
 class UnknownBackendError(FineTuneError):
-    """No backend of that name is installed; the message lists those that are."""
+    """No backend of that name is installed; the message lists the installed ones."""
 
 
 class BrokenBackendError(FineTuneError):
-    """A backend's plugin cannot be imported or does not keep the contract."""
+    """A backend's plugin cannot be imported or does not implement the contract."""
 
 
 class BackendError(FineTuneError):
-    """A backend could not do what it was asked."""
+    """A backend could not do its work."""
 
 
 class AlreadyOwnedError(BackendError):
-    """What was to be created exists and belongs to somebody else; the message names the owner."""
+    """The object to create exists and has another owner, whom the message names."""
 
     is_absent = True
 
 
 class NoSuchRankError(BackendError):
-    """A log is asked for of a rank that the attempt does not have."""
+    """A log was requested of a rank that the attempt does not have."""
 
 
 class TransientError(BackendError):
-    """The same call may work later.
+    """A retry may succeed.
 
     Args:
         message: One sentence.
@@ -75,6 +76,6 @@ class TransientError(BackendError):
 
 
 class NotCreatedError(TransientError):
-    """An attempt was searched for and does not exist; what is in its way may pass."""
+    """An attempt was searched for and does not exist; the obstacle may pass."""
 
     is_absent = True

@@ -1,6 +1,7 @@
-"""Which extra of this package brings a module that is not installed.
+"""Which extra of this package contains a module that is not installed.
 
-`ftctl` and `finetune-operator` ask it when an import fails, so that nobody reads a traceback.
+`ftctl` and `finetune-operator` use it when an import fails, so that users see a sentence instead of
+a traceback.
 """
 
 import re
@@ -8,16 +9,16 @@ from collections.abc import Sequence
 from importlib import metadata
 
 DISTRIBUTION = "finetune-operator"
-# Where the name on PyPI differs from that of the module by more than hyphens.
+# Module names that differ from their name on PyPI by more than hyphens.
 _PROJECTS = {"azure": "azure-ai-ml", "pynvml": "nvidia-ml-py"}
 
 
 def missing_extra(module: str, requirements: Sequence[str]) -> str | None:
-    """Return the extra that brings a module; None where none does.
+    """Return the extra that contains a module; None if no extra does.
 
     Args:
-        module: Its name, as the error of its import has it.
-        requirements: What the package asks for, as its metadata has it.
+        module: Its name, from the error of its import.
+        requirements: Requirements of the package, from its metadata.
     """
     top = module.partition(".")[0]
     project = _PROJECTS.get(top, top).replace("_", "-").lower()
@@ -31,11 +32,11 @@ def missing_extra(module: str, requirements: Sequence[str]) -> str | None:
 
 
 def sentence(program: str, error: ModuleNotFoundError) -> str | None:
-    """Return what to install for a program that lacks a module; None where that is our own fault.
+    """Return how to install a module that a program lacks; None if the fault is ours.
 
     Args:
-        program: What was started, such as `ftctl top`.
-        error: What its import has raised.
+        program: The started program, such as `ftctl top`.
+        error: The error of the import.
     """
     extra = missing_extra(error.name or "", metadata.requires(DISTRIBUTION) or [])
     if extra is None:
