@@ -351,7 +351,7 @@ def _survives_a_kill(folder: Path, event: int) -> bool:
 def test_a_process_killed_anywhere_loses_no_attempt_and_starts_none_twice(tmp_path: Path) -> None:
     event = 2
     while _survives_a_kill(tmp_path / str(event), event):
-        event += 7 if event < 60 else 43  # files are written early, later it mostly looks
+        event += 13 if event < 60 else 86  # files are written early, later it mostly polls
     assert event > 50
 
 

@@ -88,7 +88,9 @@ def test_a_standby_takes_over_from_a_killed_leader_within_the_lease_and_two_seco
         assert api.attempts(namespace) == ["after-1", "before-1"]
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
+)
 def test_a_leader_that_stood_still_past_its_lease_writes_nothing_when_it_goes_on(
     api: Api, namespace: str
 ) -> None:
@@ -126,6 +128,7 @@ def test_on_sigterm_the_lease_is_given_to_the_standby_at_once(api: Api, namespac
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cluster", ["embedded"], indirect=True)  # the gate cuts off either alike
 @pytest.mark.parametrize("fault", ["freeze", "shut"])
 def test_without_the_api_server_it_stops_leading_and_comes_back_by_itself(
     api: Api, namespace: str, tmp_path: Path, fault: str
@@ -157,6 +160,7 @@ def test_without_the_api_server_it_stops_leading_and_comes_back_by_itself(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cluster", ["embedded"], indirect=True)
 def test_it_waits_for_a_cluster_that_is_not_there_yet(
     api: Api, namespace: str, tmp_path: Path
 ) -> None:

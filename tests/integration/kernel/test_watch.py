@@ -45,6 +45,7 @@ async def most_silent(events: KopfThread, seconds: float) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("cluster", ["embedded"], indirect=True)
 def test_an_idle_watch_is_asked_for_all_the_time_and_one_that_hangs_has_ended(api: Api) -> None:
     async def work(namespace: str) -> tuple[float, float]:
         access = StickingAccess(read_login(api.kubeconfig))

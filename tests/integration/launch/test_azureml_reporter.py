@@ -40,6 +40,7 @@ STOP = '{"until":"2026-11-23T16:00:00Z"}'
 TROUBLE = "Azure ML does not take the reports of this run"
 OVER = "Azure ML takes the reports of this run again"
 STEPS = 12
+WHOLE, UNHEARD, SILENT = "whole", "unheard", "silent"
 Submit = Callable[..., str]
 
 
@@ -76,6 +77,16 @@ def submit(service: ServiceClient) -> Iterator[Submit]:
         credential = WorkloadIdentityCredential(disable_instance_discovery=True)
         client = MLClient(credential, subscription, group, workspace, enable_telemetry=False)
         yield submit
+
+
+@pytest.fixture(scope="module")
+def begun(service: ServiceClient, submit: Submit) -> None:
+    """Start the runs of three tests together, as most of each is waiting."""
+    for name in (UNHEARD, SILENT):
+        service.fault("mlflow.*", name=name, delay=float("inf"))
+    submit(WHOLE)
+    submit(UNHEARD, stand_in="finish")
+    submit(SILENT, stand_in="train")
 
 
 def job_of(
@@ -172,12 +183,13 @@ def is_connected(process: psutil.Process, service: ServiceClient) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("begun")
 def test_the_workspace_has_the_curves_of_a_run_and_its_last_progress(
-    service: ServiceClient, submit: Submit
+    service: ServiceClient,
 ) -> None:
-    job = ended(service, submit("whole"))
+    job = ended(service, WHOLE)
     assert job.state == "Completed", job.logs
-    told = journal(service, "whole")
+    told = journal(service, WHOLE)
     names = {
         "train/loss": ("step", "loss"),
         "train/grad_norm": ("step", "grad_norm"),
@@ -197,10 +209,10 @@ def test_the_workspace_has_the_curves_of_a_run_and_its_last_progress(
     progress = Progress.model_validate_json(job.tags[PROGRESS_TAG])
     assert (progress.phase, progress.step) == (Phase.DONE, STEPS)
     assert progress.checkpoint is not None
-    path = service.datastore("rows", "whole") / "checkpoints" / progress.checkpoint.path
+    path = service.datastore("rows", WHOLE) / "checkpoints" / progress.checkpoint.path
     assert (path / "manifest.json").exists()
     assert Heard.model_validate_json(job.tags[HEARD_TAG]).starts == 1
-    assert set(own_requests(service, "whole")) == {"mlflow.runs.get", "mlflow.runs.log-batch"}
+    assert set(own_requests(service, WHOLE)) == {"mlflow.runs.get", "mlflow.runs.log-batch"}
     (said,) = last_words(job)
     assert said.failure_class == "Completed"
     log = job.logs["user_logs/std_log.txt"].lower()
@@ -228,12 +240,19 @@ def test_the_stop_tag_ends_all_ranks_of_both_nodes_with_a_checkpoint(
 
 
 @pytest.mark.full
-def test_a_silent_service_costs_no_step_and_is_told_once(
-    service: ServiceClient, submit: Submit
+@pytest.mark.usefixtures("begun")
+def test_a_service_that_is_silent_to_the_end_keeps_no_run_from_its_end(
+    service: ServiceClient,
 ) -> None:
-    service.fault("mlflow.*", delay=float("inf"))
-    name = submit("silent", stand_in="train")
-    log = "user_logs/std_log.txt"
+    job = ended(service, UNHEARD)
+    (said,) = last_words(job)
+    assert (job.state, said.failure_class) == ("Completed", "Completed")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("begun")
+def test_a_silent_service_costs_no_step_and_is_told_once(service: ServiceClient) -> None:
+    name, log = SILENT, "user_logs/std_log.txt"
     until(lambda: TROUBLE in service.job(name).logs.get(log, ""))
     before, asked = steps(service, name), len(own_requests(service, name))
     run = service.datastore("rows", name) / "run"
@@ -244,7 +263,7 @@ def test_a_silent_service_costs_no_step_and_is_told_once(
     until(lambda: steps(service, name) > before + 200)
     assert len(own_requests(service, name)) - asked < 20  # steps ask for nothing
     assert not any(is_connected(rank, service) for rank in ranks)
-    service.clear_faults()
+    service.clear_faults()  # also that of the other run, which has ended
     until(lambda: OVER in service.job(name).logs[log])
     service.log_batch(name, tags={STOP_TAG: STOP})
     job = ended(service, name)
@@ -252,17 +271,6 @@ def test_a_silent_service_costs_no_step_and_is_told_once(
     assert said.exit_code == 75
     assert [job.logs[log].count(sentence) for sentence in (TROUBLE, OVER)] == [1, 1]
     assert Progress.model_validate_json(job.tags[PROGRESS_TAG]).step == said.step
-
-
-@pytest.mark.full
-def test_a_service_that_is_silent_to_the_end_keeps_no_run_from_its_end(
-    service: ServiceClient, submit: Submit
-) -> None:
-    service.fault("mlflow.*", name="unheard", delay=float("inf"))
-    job = ended(service, submit("unheard", stand_in="finish"))
-    service.clear_faults()
-    (said,) = last_words(job)
-    assert (job.state, said.failure_class) == ("Completed", "Completed")
 
 
 @pytest.mark.full

@@ -93,8 +93,16 @@ def mpirun(job: Job, entry: str, environ: Mapping[str, str]) -> None:
 
 
 Launcher = Callable[[Job, str, Mapping[str, str]], None]
-OTHERS = [pytest.param(one, marks=pytest.mark.full) for one in (azure_ml, accelerate, mpirun)]
-launchers = pytest.mark.parametrize("launcher", [torchrun, *OTHERS])
+
+
+def launchers(*others: Launcher) -> pytest.MarkDecorator:
+    """Run the test under torchrun and, in `make test-all`, under others.
+
+    accelerate starts ranks by torchrun's agent, and `test_readme.py` runs the trainer to its end
+    under each launcher of the page.
+    """
+    full = [pytest.param(one, marks=pytest.mark.full) for one in others]
+    return pytest.mark.parametrize("launcher", [torchrun, *full])
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             process.communicate()
 
 
-@launchers
+@launchers()
 def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Launcher) -> None:
     launcher(job, "finish", {})
     assert set(job.wait()) == {0}, job.said
@@ -116,7 +124,7 @@ def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Lau
     assert "Completed: rank 0 of 2, sum 2" in job.said
 
 
-@launchers
+@launchers(azure_ml, accelerate, mpirun)
 def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Launcher) -> None:
     launcher(job, "train", {})
     ranks = job.ranks()
@@ -129,7 +137,7 @@ def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Laun
     until(lambda: not any(map(is_alive, ranks)))
 
 
-@launchers
+@launchers(mpirun)
 def test_the_rank_that_is_to_blame_has_the_last_word(job: Job, launcher: Launcher) -> None:
     launcher(job, "act", {"ACT": "data", "ACT_RANK": "1"})
     assert 0 not in job.wait(), job.said

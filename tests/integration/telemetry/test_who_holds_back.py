@@ -153,13 +153,13 @@ def test_each_page_has_the_scores_of_its_own_ranks(
 
 
 @pytest.mark.full
-def test_all_faults_of_four_ranks_and_of_two_are_named_in_time_and_clean_ranks_never(
+def test_all_faults_are_named_before_their_deadlines_and_clean_ranks_never(
     start: Start,
 ) -> None:
     """All at once, as nobody computes: the slow ones in 30 s, those that stay away in 60 s."""
     clean = start(4, "none")
     slow = [start(num_ranks, "slower") for num_ranks in (4, 2)]
-    stuck = [start(num_ranks, fault, 0) for num_ranks in (4, 2) for fault in FAULTS]
+    stuck = [start(2, fault, 0) for fault in FAULTS]  # the test above has four ranks
     for one in (clean, *slow, *stuck):
         one.wait_for_step(10)
     for one in slow:

@@ -21,10 +21,10 @@ from support.plugin.remote_world import RemoteWorld, let_go
 
 pytestmark = pytest.mark.full
 
-JOBS = 60
-KILLS = 20
-PACE = 1 / 40
-"""What takes an hour in virtual time takes 90 s here."""
+JOBS = 30
+KILLS = 6
+PACE = 1 / 120
+"""An hour of `make remote-lives`, in virtual time, takes 30 s here."""
 
 LIFE_SECONDS = 2.5
 """An operator that leads is killed after at most so long."""
@@ -117,6 +117,9 @@ async def _die(world: ProcessWorld, chance: random.Random) -> None:
         await world.kill()
 
 
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
+)
 def test_lives_of_many_jobs_are_whole_though_the_operator_is_killed_again_and_again(
     api: Api, namespace: str
 ) -> None:

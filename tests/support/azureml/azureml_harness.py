@@ -33,10 +33,10 @@ _WRITES = ("job.put", "job.cancel", "mlflow.runs.set-tag")
 
 
 class HastyLoop(asyncio.SelectorEventLoop):
-    """Twenty of its seconds are one, unless a thread works for it."""
+    """Runs `rate` times as fast as the clock, except while a thread works for it."""
 
-    def __init__(self) -> None:
-        self._hasty = _Selector()
+    def __init__(self, rate: float = _RATE) -> None:
+        self._hasty = _Selector(rate)
         super().__init__(self._hasty)
 
     def time(self) -> float:
@@ -56,14 +56,15 @@ class HastyLoop(asyncio.SelectorEventLoop):
 class _Selector(selectors.DefaultSelector):
     """Has the time, and waits no longer than it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
+        self._fast = rate
         self._working = 0
         self._read_at, self._time = time.monotonic(), 0.0
 
     @property
     def _rate(self) -> float:
-        return 1.0 if self._working else _RATE
+        return 1.0 if self._working else self._fast
 
     def time(self) -> float:
         before, self._read_at = self._read_at, time.monotonic()

@@ -42,21 +42,6 @@ class Watched:
         return self._harness.num_requests() - before
 
 
-def test_a_look_comes_every_15_s_before_an_attempt_runs_and_every_30_s_then(
-    harness: AzureMLHarness,
-) -> None:
-    async def work() -> None:
-        async with submitted(harness) as attempt:
-            watched = Watched(attempt, harness)
-            harness.requeue()
-            assert 2 <= await watched.requests_in(45) <= 45 / 15 + 1
-            harness.let_run()
-            await watched.requests_in(20)  # until that is seen
-            assert 2 <= await watched.requests_in(90) <= 90 / 30 + 1
-
-    harness.run(work())
-
-
 def test_a_stop_is_the_tag_and_one_cancel_however_often_it_is_asked_for(
     harness: AzureMLHarness, stand_in: ServiceClient
 ) -> None:

@@ -1,11 +1,17 @@
-"""FineTuneJobs on a stand-in for Azure ML, with real ranks: preempted, suspended, and gone on."""
+"""FineTuneJobs on a stand-in for Azure ML, with real ranks: preempted, suspended and resumed.
+
+`make run-azureml` is one of them, as docs/how-to/azure-ml.md shows it, with the real small model.
+"""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +31,24 @@ from finetune_trainer.config import (
     unpack,
 )
 from finetune_trainer.launch.azureml.mounts import put_paths
-from support.azureml.walk_azureml import NAMESPACE, PROFILE, served
+from support.azureml.walk_azureml import ASSETS, NAMESPACE, PROFILE, served
 from support.cluster.operators import Api, phase_of, wait_until
 from support.launch.forked_ranks import attempt, numbers
 from support.launch.tiny_run import write_inputs
 
 pytest.importorskip("azure.identity", reason="needs the extra azureml")
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # of which most is waiting for looks
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # most of it is waiting for polls
 
 STEPS, SAVE_EVERY = 80, 4
 PATIENCE_SECONDS = 280.0
+ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "docs" / "how-to" / "azure-ml.md"
 FAILED, REQUEUED, SUSPENDED = "failed", "requeued", "suspended"
-RANKS = (
-    {"nodes": 1, "processesPerNode": 2},
-    {"nodes": 2, "processesPerNode": 1},
-)
+RANKS = {
+    FAILED: {"nodes": 1, "processesPerNode": 2},
+    REQUEUED: {"nodes": 2, "processesPerNode": 1},
+}
+"""The ranks of the job that is preempted in each way."""
 SPEC: Mapping[str, Any] = {
     "model": {"source": "azureml://models/tiny/versions/1"},
     "dataset": {"source": "azureml://datastores/rows/paths/train.jsonl"},
@@ -50,7 +59,7 @@ SPEC: Mapping[str, Any] = {
         "maxSeqLength": 64,
         "learningRate": 1e-3,
     },
-    "topology": {"gpusPerNode": 0, **RANKS[0]},
+    "topology": {"gpusPerNode": 0, **RANKS[FAILED]},
     "checkpoint": {"everySteps": SAVE_EVERY},
     "backend": {"type": "azureml"},
 }
@@ -182,15 +191,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, "Fu
                     return live(world, *arguments, **changes)
 
             begun = {SUSPENDED: begin(SUSPENDED, suspend)}
-            for how, ranks in product((FAILED, REQUEUED), RANKS):
-                name = name_of(how, ranks)
-                begun[name] = begin(name, preempt, how, topology=ranks)
+            for how, ranks in RANKS.items():
+                begun[how] = begin(how, preempt, how, topology=ranks)
             yield begun
-
-
-def name_of(how: str, ranks: Mapping[str, int]) -> str:
-    """Return the name of the job whose nodes are taken away like that."""
-    return f"{how}-on-{ranks['nodes']}"
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +202,7 @@ def undisturbed(
 ) -> dict[int, float]:
     """The losses of the same configuration in two ranks on this machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = lives[name_of(FAILED, RANKS[0])].result().runs[0]
+    run = lives[FAILED].result().runs[0]
     config = unpack(run.properties["environmentVariables"][ENV_TRAIN_CONFIG])
     inputs = write_inputs(folder / "inputs")
     mounts = {
@@ -213,29 +216,61 @@ def undisturbed(
     return {step: loss for step, (loss, *_) in numbers(local)["steps"].items()}
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
+@pytest.mark.model
+@pytest.mark.skipif(
+    not (ASSETS / "model").is_dir(),
+    reason="the quickstart's model is not there; run: make quickstart-assets",
+)
+@pytest.mark.usefixtures("lives")  # they wait for polls meanwhile
+def test_the_walk_ends_as_the_page_shows(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "azureml" / "walk_azureml.py"),
+            str(tmp_path / "walk"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The number of progress lines depends on the machine.
+    wanted, found = (
+        [line for line in text.splitlines() if not re.match(r"attempt \d+: ", line)]
+        for text in (shown, done.stdout)
+    )
+    assert len(found) == len(wanted), done.stdout
+    for one, other in zip(found, wanted, strict=True):
+        pattern = re.escape(other).replace("…", ".*").replace("\\ ", " ")
+        assert re.fullmatch(pattern, one), (one, other)
+
+
 def test_a_preempted_job_goes_on_in_its_second_attempt_to_the_same_losses(
-    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float]
 ) -> None:
-    life = lives[name_of(FAILED, ranks)].result()
+    life = lives[FAILED].result()
     first, second = life.attempts
     assert first["failureClass"] == "Preempted"
     assert second["resumedStep"] % SAVE_EVERY == 0
     assert [run.state for run in life.runs] == ["Failed", "Completed"]
-    resources = [run.properties.get("resources") or {} for run in life.runs]
-    nodes = [one.get("instanceCount") or 1 for one in resources]
-    assert nodes == 2 * [ranks["nodes"]]
+    assert [nodes_of(run) for run in life.runs] == 2 * [RANKS[FAILED]["nodes"]]
     assert life.losses == pytest.approx(undisturbed, abs=2e-5)
     assert life.made["status"]["artifacts"]
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=["one node", "two nodes"])
+def nodes_of(run: SeenJob) -> int:
+    """Return the number of nodes that a run asks for."""
+    return (run.properties.get("resources") or {}).get("instanceCount") or 1
+
+
 def test_a_run_that_the_service_starts_again_goes_on_to_the_same_losses(
-    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float], ranks: Mapping[str, int]
+    lives: Mapping[str, "Future[Life]"], undisturbed: dict[int, float]
 ) -> None:
-    life = lives[name_of(REQUEUED, ranks)].result()
+    life = lives[REQUEUED].result()
     assert len(life.attempts) == 1
     (run,) = life.runs
+    assert nodes_of(run) == RANKS[REQUEUED]["nodes"]
     assert (run.state, run.starts) == ("Completed", 2)
     assert Heard.model_validate_json(run.tags[HEARD_TAG]).starts == 2
     assert (_resumed_step(run) or 0) % SAVE_EVERY == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -202,7 +203,7 @@ def test_answers_are_kept_for_minutes_and_what_is_missing_for_seconds(
         (changed,) = await asked.problems(**on("later"))
         assert "may be preempted; use spot" in changed
 
-    with asyncio.Runner(loop_factory=HastyLoop) as runner:
+    with asyncio.Runner(loop_factory=partial(HastyLoop, 100.0)) as runner:
         runner.run(work())
 
 
