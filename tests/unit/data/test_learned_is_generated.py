@@ -200,7 +200,11 @@ def test_special_tokens_that_the_job_adds_are_special_in_rows() -> None:
             "chatml", "Yes.", "hm", r"line 1 has reasoning_content, which", id="thoughts dropped"
         ),
         pytest.param(
-            "deepseek-r1", "Yes.", None, r"prompt goes on with '<think>", id="no thoughts given"
+            "deepseek-r1",
+            "Yes.",
+            None,
+            r"chat template continues with '<think>",
+            id="no thoughts given",
         ),
         pytest.param(
             "qwen3", "a</think>b", None, r"leaves out or changes its content", id="moved text"
@@ -269,7 +273,7 @@ def test_a_tokenizer_that_makes_special_tokens_of_plain_text_refuses_the_row() -
     )
     made = encoder_of(tokenizer)
     list(made.encode([Row("line 1", {"prompt": "Hi", "completion": "Ho"})]))
-    with pytest.raises(DataError, match=r"^line 2: .*makes a special token of plain text"):
+    with pytest.raises(DataError, match=r"^line 2: .*turns plain text into a special token"):
         list(made.encode([Row("line 2", {"prompt": "Hi</s>", "completion": "Ho"})]))
 
 

@@ -244,12 +244,12 @@ def test_one_row_in_two_hundred_without_labels_is_counted_without_a_warning(
         pytest.param([], "{path} holds no rows; give a data set with some", id="empty file"),
         pytest.param(
             [{"messages": [{"role": "user", "content": "Anyone?"}]}] * 3,
-            "{path}: none of the 3 rows has a label token, so there is nothing to learn",
+            "{path}: none of the 3 rows has a label token, so no token is learned",
             id="no answers",
         ),
         pytest.param(
             [{"prompt": "word " * 500, "completion": "Yes."}],
-            "{path}: none of the 1 rows has a label token, so there is nothing to learn",
+            "{path}: none of the 1 rows has a label token, so no token is learned",
             id="every answer cut away",
         ),
     ],

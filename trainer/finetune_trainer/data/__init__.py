@@ -1,5 +1,5 @@
-"""From rows to batches: source -> formats -> template -> sequences -> packing, plan -> batch.
+"""Turn rows into batches: source -> formats -> template -> sequences -> packing, plan -> batch.
 
-The loop calls `sequences.prepare`, `plan.DataPlan.of` and `batch.collate`; nothing here knows a
-process group, a strategy or the loop.
+The loop calls `sequences.prepare`, `plan.DataPlan.of` and `batch.collate`. This package does not
+know process groups, strategies or the loop.
 """

@@ -1,8 +1,8 @@
 """Turn packs into tensors for one forward pass.
 
-Called by the loop, a micro-batch at a time. Documents of one row are distinguished by
-`position_ids` that restart at 0, and by them alone: the model must be called with `use_cache=False`
-and without an attention mask, as either one makes documents see each other, silently.
+Called by the loop, a micro-batch at a time. Only `position_ids` that restart at 0 separate the
+documents of a row. The model must be called with `use_cache=False` and without an attention mask:
+either one would silently let documents attend to each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     import torch
 
 NO_TARGET = -100
-MIN_LENGTH = 2  # a row of one position has nothing to predict, and some models refuse it
+MIN_LENGTH = 2  # a row of one position has no target, and some models refuse it
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward pass on one rank, on the CPU.
+    """Tensors of a forward pass of one rank, on the CPU.
 
     Attributes:
         input_ids: (B, T) int64.
-        position_ids: (B, T) int64; 0 begins a document. Padding is documents of its own, none
-            longer than the longest of the batch, as a table of positions may end there.
-        targets: (B, T) int64, the token that position t must predict, so already shifted;
-            -100 where there is none.
-        cu_seq_lens: (N + 1,) int32, where the N documents of the flattened batch begin, and its
-            end; padding is documents, too, and none goes on in the next row.
-        max_length: Of the longest document, at least 2.
-        label_positions: (K,) int64, the positions of the flattened batch that have a target.
-        tokens: Positions that are not padding.
+        position_ids: (B, T) int64; 0 begins a document. Padding forms documents of its own, none
+            longer than the longest document of the batch, because a position table may end there.
+        targets: (B, T) int64, the token that position t must predict (already shifted); -100 if
+            the position has no target.
+        cu_seq_lens: (N + 1,) int32, start of each of the N documents of the flattened batch, and
+            its end. Padding counts as documents; no document continues in the next row.
+        max_length: Length of the longest document, at least 2.
+        label_positions: (K,) int64, positions of the flattened batch that have a target.
+        tokens: Number of positions that are not padding.
     """
 
     input_ids: "torch.Tensor"
@@ -55,7 +55,7 @@ class MicroBatch:
         *,
         tokens: int,
     ) -> "MicroBatch":
-        """Find bounds and labels, all (B, T) being on the CPU: a GPU would be waited for."""
+        """Find bounds and labels of (B, T) tensors on the CPU; on a GPU this would synchronise."""
         begins = (position_ids == 0).flatten().nonzero().flatten()
         cu_seq_lens = begins.new_empty(len(begins) + 1)
         cu_seq_lens[:-1], cu_seq_lens[-1] = begins, position_ids.numel()
@@ -64,7 +64,7 @@ class MicroBatch:
             position_ids,
             targets,
             cu_seq_lens=cu_seq_lens.int(),
-            # A length of 1 would be compiled apart from all others.
+            # A length of 1 would be compiled separately.
             max_length=max(MIN_LENGTH, int(cu_seq_lens.diff().max())),
             label_positions=(targets != NO_TARGET).flatten().nonzero().flatten(),
             tokens=tokens,
@@ -72,20 +72,20 @@ class MicroBatch:
 
     @property
     def label_tokens(self) -> int:
-        """How many positions have a target."""
+        """Number of positions that have a target."""
         return len(self.label_positions)
 
 
 def collate(
     dataset: TokenDataset, packs: Sequence[Pack], *, pad_to: int | None, pad_id: int
 ) -> MicroBatch:
-    """Lay out one pack a row: B = len(packs), T = `pad_to`, or the longest pack when None.
+    """Lay out one pack per row: B = len(packs), T = `pad_to`, or the longest pack if None.
 
-    The first token of a document is never the target of the one before. Empty packs give rows of
-    padding, so that a rank without data still takes part in the step.
+    The first token of a document is never the target of the previous document. Empty packs give
+    rows of padding, so a rank without data still takes part in the step.
 
     Raises:
-        ValueError: there is no pack, or one is longer than `pad_to`.
+        ValueError: `packs` is empty, or a pack is longer than `pad_to`.
     """
     import torch
 
@@ -131,14 +131,14 @@ def eval_batches(
 ) -> Iterator[MicroBatch]:
     """Yield every sequence once over all ranks, in a fixed order that needs little padding.
 
-    Sequences go from long to short, one a row, neighbours to different ranks; a batch holds at most
-    `max_tokens_per_batch` positions, padding counted (more only when a single sequence is longer).
-    Every rank yields the same number of batches, as collectives inside the forward pass need;
-    where there are no more sequences a row is empty.
+    Sequences are sorted from long to short, one per row, and neighbours go to different ranks. A
+    batch holds at most `max_tokens_per_batch` positions including padding (more only if a single
+    sequence is longer). Every rank yields the same number of batches, which collectives inside the
+    forward pass require; rows without a sequence are empty.
 
-    With `round_to` above 1 there are few shapes, the same on every rank: T is a multiple of it, and
-    B as many rows as fit, also in the last batch of a T. Without, padding is the least, and so is
-    the arithmetic.
+    With `round_to` above 1 there are few shapes, the same on every rank: T is a multiple of
+    `round_to`, and B is the number of rows that fit, also in the last batch of a T. With 1, padding
+    and arithmetic are minimal.
     """
     order = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
     num_rows = -(-len(order) // world_size)

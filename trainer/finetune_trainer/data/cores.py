@@ -1,4 +1,4 @@
-"""How many cores this process may use: those it is bound to, and no more than its container has.
+"""Count the cores that this process may use: its affinity, limited by the container's quota.
 
 Called by `sequences`.
 """
@@ -12,8 +12,8 @@ _ROOT = Path("/sys/fs/cgroup")
 def usable_cores(root: Path = _ROOT) -> int:
     """Return the number of whole cores, at least 1.
 
-    A launcher may bind a process to some (`mpirun --bind-to core`), and a limit of Kubernetes is a
-    quota of the control group, which binds to none.
+    A launcher may bind a process to a few cores (`mpirun --bind-to core`). A Kubernetes limit is a
+    quota of the control group, which does not appear in the affinity.
     """
     bound = len(os.sched_getaffinity(0))
     quota = _quota(root)
@@ -21,7 +21,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the cores that cgroup v2 or v1 grants, None for as many as there are."""
+    """Return the cores that cgroup v2 or v1 grants; None if unlimited."""
     try:
         granted, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""Processes that encode batches, one a core, and give them back in the order they were given.
+"""Encode batches in one process per core and return them in the order they were submitted.
 
-Called by `sequences` once a data set turns out to be large. They are programs of their own, as a
-rank may have threads of gloo and a CUDA context by now, which no fork survives; they read batches
-from their standard input, write what these become to their standard output, touch no file, and
-end with the process that started them, even when it is killed. The tokenizer's own threads are off
-in them. What comes out does not depend on how many they are.
+Called by `sequences` once a data set turns out to be large. The processes are separate programs: a
+rank may already hold gloo threads and a CUDA context, which do not survive a fork. They read
+batches from standard input, write encoded batches to standard output, touch no file, and terminate
+with the process that started them, even if it is killed. Tokenizer threads are off in them. The
+output does not depend on the number of processes.
 """
 
 import os
@@ -25,25 +25,25 @@ from finetune_trainer.data.piecework import Batch, BatchEncoder, EncodedBatch
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.with_parent import end_with_parent
 
-AHEAD = 2  # batches a process that are read, encoded or waiting to be written
+AHEAD = 2  # batches per process that are read, encoded or waiting to be written
 _READY = "ready"
 
 Process = subprocess.Popen[bytes]
 
 
 class Crew:
-    """Some processes with an encoder each; a context manager, which ends them all."""
+    """Processes with one encoder each; as a context manager it kills them all on exit."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, count: int) -> None:
-        """Start them; `is_ready` says when they have loaded what they need, some seconds later.
+        """Start the processes; they load for some seconds, until `is_ready`.
 
         Raises:
-            OSError: no process can be started.
+            OSError: a process cannot be started.
             Exception: the tokenizer cannot be sent to another process.
         """
         self._count = count
         setup = pickle.dumps((os.getpid(), config, tokenizer))
-        self._idle: SimpleQueue[Process | None] = SimpleQueue()  # None: there is none any more
+        self._idle: SimpleQueue[Process | None] = SimpleQueue()  # None: the crew is closed
         self._processes: list[Process] = []
         self._threads = ThreadPoolExecutor(count, "tokenise")
         self._starting: list[Future[None]] = []
@@ -66,14 +66,14 @@ class Crew:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End every process, whatever it is doing."""
+        """Kill every process, also a busy one."""
         self.close()
 
     def is_ready(self) -> bool:
-        """Say whether all of them can take batches.
+        """Whether all processes accept batches.
 
         Raises:
-            TrainerError: one has ended instead.
+            TrainerError: a process has terminated instead.
         """
         if not all(one.done() for one in self._starting):
             return False
@@ -82,31 +82,31 @@ class Crew:
         return True
 
     def encode(self, batches: Iterator[Batch]) -> Iterator[EncodedBatch]:
-        """Encode batches; the errors come in the order of the batches as well.
+        """Yield encoded batches in order; errors are raised in the order of the batches, too.
 
         Raises:
             DataError: a row cannot be used.
-            TrainerError: a process has ended before its time.
+            TrainerError: a process has terminated prematurely.
         """
-        asked: deque[Future[EncodedBatch]] = deque()
+        pending: deque[Future[EncodedBatch]] = deque()
         unread: Exception | None = None
         while True:
             try:
                 batch = next(batches, None)
-            except Exception as error:  # told when all that was read before it is encoded
+            except Exception as error:  # raised once all batches read before it are encoded
                 batch, unread = None, error
             if batch is None:
                 break
-            asked.append(self._threads.submit(self._ask, batch))
-            if len(asked) == AHEAD * self._count:
-                yield asked.popleft().result()
-        while asked:
-            yield asked.popleft().result()
+            pending.append(self._threads.submit(self._request, batch))
+            if len(pending) == AHEAD * self._count:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
         if unread is not None:
             raise unread
 
     def close(self) -> None:
-        """End every process, and wait for them."""
+        """Kill every process and wait for its end."""
         for process in self._processes:
             process.kill()
         for _ in range(self._count):
@@ -115,38 +115,38 @@ class Crew:
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                assert pipe is not None, "both were asked for"
+                assert pipe is not None, "both pipes were requested"
                 try:
                     pipe.close()
-                except BrokenPipeError:  # of what it was sent and never read
+                except BrokenPipeError:  # buffered input that the process never read
                     continue
 
     def _set_up(self, process: Process, setup: bytes) -> None:
-        assert process.stdin is not None, "it was asked for"
+        assert process.stdin is not None, "the pipe was requested"
         try:
             process.stdin.write(setup)
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # it is gone, which its silence tells
+            pass  # the process has terminated; reading from it raises
         if _read(process) == _READY:
             self._idle.put(process)
 
-    def _ask(self, batch: Batch) -> EncodedBatch:
+    def _request(self, batch: Batch) -> EncodedBatch:
         process = self._idle.get()
         if process is None:
-            raise TrainerError("nobody is there any more to tokenise rows")
-        assert process.stdin is not None, "it was asked for"
+            raise TrainerError("the processes that tokenise rows have been closed")
+        assert process.stdin is not None, "the pipe was requested"
         try:
             pickle.dump(batch, process.stdin)
             process.stdin.flush()
         except BrokenPipeError:
-            pass  # it is gone, which its silence tells
+            pass  # the process has terminated; reading from it raises
         finally:
-            made = _read(process, self._idle)
-        if isinstance(made, EncodedBatch):
-            return made
-        assert isinstance(made, BaseException), "it says nothing else"
-        raise made
+            reply = _read(process, self._idle)
+        if isinstance(reply, EncodedBatch):
+            return reply
+        assert isinstance(reply, BaseException), "a process replies with a batch or an error"
+        raise reply
 
 
 def _start() -> Process:
@@ -156,15 +156,15 @@ def _start() -> Process:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environ,
-        start_new_session=True,  # a Ctrl-C in the terminal is its parent's alone
+        start_new_session=True,  # a Ctrl-C in the terminal must reach only the parent
     )
 
 
 def _read(process: Process, idle: "SimpleQueue[Process | None] | None" = None) -> Any:
-    """Return what a process says, and let it be idle then."""
-    assert process.stdout is not None, "it was asked for"
+    """Return the reply of a process, and put the process into `idle`."""
+    assert process.stdout is not None, "the pipe was requested"
     try:
-        said = pickle.load(process.stdout)
+        reply = pickle.load(process.stdout)
     except (EOFError, pickle.UnpicklingError) as error:
         status = process.wait()
         how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
@@ -174,35 +174,35 @@ def _read(process: Process, idle: "SimpleQueue[Process | None] | None" = None) -
         ) from error
     if idle is not None:
         idle.put(process)
-    return said
+    return reply
 
 
 def main() -> None:
-    """Be one of the processes."""
+    """Run as one of the processes: encode batches until standard input ends."""
     from finetune_trainer.unused_packages import hide_torch
 
-    asked = sys.stdin.buffer
-    said = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is not for the pipe
+    requests = sys.stdin.buffer
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps the output of libraries out of the pipe
     hide_torch()
-    parent, config, tokenizer = pickle.load(asked)
+    parent, config, tokenizer = pickle.load(requests)
     end_with_parent(parent, signal.SIGKILL)
     encoder = BatchEncoder(config, tokenizer)
-    _say(said, _READY)
+    _reply(replies, _READY)
     while True:
         try:
-            batch = pickle.load(asked)
+            batch = pickle.load(requests)
         except EOFError:
             return
         try:
-            _say(said, encoder.encode(batch))
+            _reply(replies, encoder.encode(batch))
         except TrainerError as error:
-            _say(said, error)
+            _reply(replies, error)
         except Exception as error:
             traceback.print_exc()
-            _say(said, RuntimeError(f"{type(error).__name__}: {error}"))
+            _reply(replies, RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-def _say(said: Any, what: Any) -> None:
-    pickle.dump(what, said)
-    said.flush()
+def _reply(replies: Any, reply: Any) -> None:
+    pickle.dump(reply, replies)
+    replies.flush()

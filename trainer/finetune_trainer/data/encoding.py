@@ -1,8 +1,8 @@
-"""From rows to tokens with a label mask: what of each row the model learns to say.
+"""Encode rows as tokens with a label mask, which marks the tokens that the model learns.
 
 Called by `sequences` and the preview. A label is a token that is predicted: in a conversation the
-assistant's turns with their stop tokens, in a text all of it. In front of a label stand exactly the
-tokens that the model is given when it is asked.
+assistant's turns with their stop tokens, in a text all of it. A label is preceded by exactly the
+tokens of its prompt at inference time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,12 +22,12 @@ from finetune_trainer.data.template import ChatTemplate, Span
 from finetune_trainer.data.turns import Rendered, learned_rows
 from finetune_trainer.errors import ConfigError, DataError
 
-ROWS_PER_BATCH = 512  # the tokenizer works on many texts at once, with threads where it may
+ROWS_PER_BATCH = 512  # the tokenizer processes many texts per call, with threads if allowed
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens (L,), and for each whether it is predicted."""
+    """Tokens (L,) and the label mask (L,)."""
 
     tokens: list[int]
     is_label: list[bool]
@@ -35,12 +35,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """What one row of the data set becomes.
+    """The encoding of one row of the data set.
 
     Attributes:
-        parts: Mostly one; more where turns of a conversation need rows of their own.
-        has_special_text: The row writes out special tokens of the model, which are text here.
-        is_cut: Parts have more tokens than are kept, but not all that the row would have.
+        parts: Usually a single part; several if turns of a conversation need rows of their own.
+        has_special_text: Whether the row writes out special tokens of the model, which are plain
+            text here.
+        is_cut: Whether the text was cut before tokenising. The parts are still longer than the
+            maximum, but lack the end of the row.
     """
 
     parts: tuple[Encoded, ...]
@@ -64,12 +66,12 @@ class RowEncoder:
             config.format is DataFormat.INSTRUCTION and has_template
         ):
             self._template = ChatTemplate(tokenizer)
-        # A chat template writes its special tokens itself; a plain text has none yet.
+        # A chat template writes its special tokens itself; a plain text needs its begin token.
         self._begin = [] if self._template else _begin_tokens(tokenizer)
         structural = self._template.structural_tokens if self._template else ()
         self._control = ControlTokens(tokenizer, structural, config.special_tokens)
         self._text_tokens = None if config.allow_special_tokens else self._control
-        # Characters that no vocabulary has give the unknown token, and are no forgery.
+        # Characters outside of the vocabulary become the unknown token, which is not a forgery.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
         self._own: OwnTokenizer | None = None
         self._prompts = PromptTokens(tokenizer)
@@ -77,11 +79,11 @@ class RowEncoder:
         self._cutter = Cutter(tokenizer, config.max_seq_len) if is_truncated else None
 
     def encode(self, rows: Iterable[Row]) -> Iterator[EncodedRow]:
-        """Yield every row encoded, in order; rows that are too long stay so.
+        """Yield the encoding of every row in order, without a limit on its length.
 
         Raises:
             DataError: a row does not have the columns or the turns that the format needs, or the
-                part that is learned cannot be determined.
+                learned part cannot be determined.
         """
         remaining = iter(rows)
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
@@ -90,18 +92,18 @@ class RowEncoder:
     def _encode_batch(self, rows: list[Row]) -> Iterator[EncodedRow]:
         whole = [self._draft(row) for row in rows]
         drafts = [[self._cut(one) for one in draft] for draft in whole]
-        # One call for all texts of the batch: a call of its own for each costs more than its text.
+        # One call for all texts of the batch: the overhead of a call exceeds the cost of a text.
         plain = [one for draft in drafts for one in draft if not one.is_shielded]
         tokens_of = self._tokenize(one.text for one in plain)
         tokens_of |= self._tokenize(p for one in plain for p in self._own_prompts(one, tokens_of))
         for row, draft, all_of_it in zip(rows, drafts, whole, strict=True):
-            kept = list(map(partial(self._unless_it_matters, tokens_of), draft, all_of_it))
+            kept = list(map(partial(self._cut_or_whole, tokens_of), draft, all_of_it))
             parts = [part for one in kept for part in self._label(one, tokens_of, row.where)]
             is_cut = any(map(is_not, kept, all_of_it))
             yield EncodedRow(tuple(parts), any(one.is_shielded for one in draft), is_cut)
 
     def _cut(self, rendered: Rendered) -> Rendered:
-        """Leave out what is behind the tokens that are kept for sure."""
+        """Cut off the text that is certainly beyond the retained tokens."""
         is_plain = self._cutter is not None and not rendered.is_shielded
         end = self._cutter.end(rendered.text) if self._cutter and is_plain else None
         if end is None:
@@ -109,10 +111,10 @@ class RowEncoder:
         spans = tuple((start, min(until, end)) for start, until in rendered.spans if start < end)
         return Rendered(rendered.text[:end], spans, needs_stop=False)
 
-    def _unless_it_matters(
+    def _cut_or_whole(
         self, tokens_of: dict[str, "_Tokens"], cut: Rendered, whole: Rendered
     ) -> Rendered:
-        """Take the whole text, and tokenise it, where what was cut has too few tokens for sure."""
+        """Return `cut`, or the whole text, tokenised, if the cut text may have too few tokens."""
         if cut is whole or self._cutter is None:
             return whole
         is_enough = len(tokens_of[cut.text].numbers) > self._cutter.max_tokens
@@ -123,13 +125,13 @@ class RowEncoder:
         return whole
 
     def _own_prompts(self, rendered: Rendered, tokens_of: dict[str, "_Tokens"]) -> Iterator[str]:
-        """Yield the prompts that have to be tokenised by themselves."""
+        """Yield the prompts that must be tokenised separately."""
         for start, _ in rendered.spans:
             if self._count_prompt(rendered.text, start, tokens_of[rendered.text]) is None:
                 yield rendered.text[:start]
 
     def _count_prompt(self, text: str, start: int, whole: "_Tokens") -> int | None:
-        """Return how many tokens the prompt before `start` has; see `PromptTokens.count`."""
+        """Return the number of tokens of the prompt before `start`; see `PromptTokens.count`."""
         return self._prompts.count(text, whole.numbers, whole.encoding, start)
 
     def _draft(self, row: Row) -> list[Rendered]:
@@ -137,42 +139,42 @@ class RowEncoder:
         if isinstance(example, Conversation) and self._template is not None:
             return learned_rows(self._template, self._text_tokens, example, row.where)
         if isinstance(example, Conversation):
-            # An instruction and its answer as paragraphs, for a model that knows no turns.
-            *asked, answer = (message["content"] for message in example.messages)
+            # Instruction and response as paragraphs, for a model without a chat template.
+            *asked, response = (message["content"] for message in example.messages)
             prompt = "\n\n".join(asked) + "\n\n"
         else:
-            prompt, answer = "", example
-        return [self._without_template(prompt, answer, row.where)]
+            prompt, response = "", example
+        return [self._without_template(prompt, response, row.where)]
 
-    def _without_template(self, prompt: str, answer: str, where: str) -> Rendered:
-        """Learn the answer and the end after it; nothing where it is empty, not even the end."""
-        is_shielded = self._text_tokens is not None and self._text_tokens.holds([prompt, answer])
-        refuse_reserved([prompt, answer], where)
-        says = bool(answer.strip())
+    def _without_template(self, prompt: str, response: str, where: str) -> Rendered:
+        """Learn the response and its end token; an empty response is not learned."""
+        is_shielded = self._text_tokens is not None and self._text_tokens.holds([prompt, response])
+        refuse_reserved([prompt, response], where)
+        is_filled = bool(response.strip())
         if is_shielded:
-            prompt, answer = self._control.shield([prompt, answer])
-        text = prompt + answer
-        spans = ((len(prompt), len(text)),) if says else ()
-        return Rendered(text, spans, needs_stop=says, is_shielded=is_shielded)
+            prompt, response = self._control.shield([prompt, response])
+        text = prompt + response
+        spans = ((len(prompt), len(text)),) if is_filled else ()
+        return Rendered(text, spans, needs_stop=is_filled, is_shielded=is_shielded)
 
     def _tokenize(self, texts: Iterable[str]) -> dict[str, "_Tokens"]:
-        """Return the tokens of each text, without any that the tokenizer would add."""
+        """Return the tokens of each text, without added begin or end tokens."""
         unique = list(dict.fromkeys(texts))
         if not unique:
             return {}
-        made = self._tokenizer(
+        batch = self._tokenizer(
             unique, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        encodings = made.encodings or [None] * len(unique)
+        encodings = batch.encodings or [None] * len(unique)
         return {
             text: _Tokens(numbers, encoding)
-            for text, numbers, encoding in zip(unique, made["input_ids"], encodings, strict=True)
+            for text, numbers, encoding in zip(unique, batch["input_ids"], encodings, strict=True)
         }
 
     def _label(
         self, rendered: Rendered, tokens_of: dict[str, "_Tokens"], where: str
     ) -> Iterator[Encoded]:
-        """Turn spans of characters into a mask of tokens."""
+        """Yield the row's parts, with learned characters mapped to a mask of tokens."""
         end = self._end(rendered)
         if not rendered.is_shielded:
             labels = self._plain_labels(rendered, tokens_of)
@@ -186,7 +188,7 @@ class RowEncoder:
     def _plain_labels(
         self, rendered: Rendered, tokens_of: dict[str, "_Tokens"]
     ) -> list[Span] | None:
-        """Return which tokens are learned; None where a turn does not follow its own prompt's."""
+        """Return the learned tokens; None if a turn does not follow its own prompt's tokens."""
         whole = tokens_of[rendered.text]
         labels = []
         for start, end in rendered.spans:
@@ -208,42 +210,42 @@ class RowEncoder:
     def _careful(
         self, rendered: Rendered, where: str
     ) -> Iterator[tuple[list[int], list[Span], bool]]:
-        """Yield tokens, which of them are learned, and whether the text's end is among them.
+        """Yield tokens, the learned spans, and whether the end of the text is included.
 
-        Where the tokenizer joins the end of a prompt with the beginning of its answer, such as two
-        line breaks, the prompt's own tokens stand, and the rest of what it joined is tokenised by
-        itself. Such a turn has a row of its own, as later turns are given the joined tokens.
+        If the tokenizer merges the end of a prompt with the beginning of its turn, such as two
+        line breaks, the prompt keeps its own tokens and the rest of the merged token is tokenised
+        separately. Such a turn gets a row of its own, because later turns see the merged token.
         """
         try:
             own = self._own_tokenizer()
-            made = _Rewritten.of(rendered, self._control, own)
+            rewritten = _Rewritten.of(rendered, self._control, own)
             if not rendered.is_shielded:
                 [plain] = self._tokenize([rendered.text]).values()
-                if plain.numbers != made.tokens:
-                    raise ValueError("a copy of it makes other tokens")
+                if plain.numbers != rewritten.tokens:
+                    raise ValueError("a copy of it returns other tokens")
             kept = []
             rows = []
-            for start, end in made.spans:
-                prompt, _ = own.encode(made.text[:start])
-                until = made.first_from(end)
-                if made.tokens[: len(prompt)] == prompt:
+            for start, end in rewritten.spans:
+                prompt, _ = own.encode(rewritten.text[:start])
+                until = rewritten.first_from(end)
+                if rewritten.tokens[: len(prompt)] == prompt:
                     kept.append((len(prompt), until))
                     continue
-                edge, place = made.after_edge(start)
-                rest = own.encode_bare(made.text[start:edge])
-                is_last = end == made.spans[-1][1]
-                tail = made.tokens[place:] if is_last else made.tokens[place:until]
+                edge, place = rewritten.after_edge(start)
+                rest = own.encode_bare(rewritten.text[start:edge])
+                is_last = end == rewritten.spans[-1][1]
+                tail = rewritten.tokens[place:] if is_last else rewritten.tokens[place:until]
                 learned = (len(prompt), len(prompt) + len(rest) + until - place)
                 rows.append(([*prompt, *rest, *tail], [learned], is_last))
         except ValueError as error:
             raise DataError(
-                f"{where}: its tokens cannot be those of inference, as the model's tokenizer "
-                "cannot distinguish special tokens from text, or an answer from its prompt "
+                f"{where}: inference-time tokens cannot be reproduced: the model's tokenizer "
+                "cannot distinguish special tokens from text, or a turn from its prompt "
                 f"({error}); set spec.dataset.allowSpecialTokens, or correct or delete the row"
             ) from error
         is_whole = len(rows) == 0 or not rows[-1][2]
         if kept or not rows:
-            tokens = made.tokens if is_whole else made.tokens[: kept[-1][1]]
+            tokens = rewritten.tokens if is_whole else rewritten.tokens[: kept[-1][1]]
             rows.insert(0, (tokens, kept, is_whole))
         yield from rows
 
@@ -253,17 +255,17 @@ class RowEncoder:
         return self._own
 
     def _refuse_forged(self, text: str, tokens: list[int], where: str) -> None:
-        """Refuse a text in which the tokenizer finds special tokens that nobody wrote."""
+        """Refuse a text that yields more special tokens than it contains."""
         if self._text_tokens is None:
             return
         if sum(map(self._special.__contains__, tokens)) > self._control.count(text):
             raise DataError(
-                f"{where}: the model's tokenizer makes a special token of plain text; set "
+                f"{where}: the model's tokenizer turns plain text into a special token; set "
                 "spec.dataset.allowSpecialTokens, or correct or delete the row"
             )
 
     def _whole(self, tokens: list[int], labels: list[Span], end: list[int]) -> Encoded:
-        """Add begin and end tokens, and write the mask."""
+        """Add begin and end tokens, and build the label mask."""
         is_label = [False] * len(tokens)
         for start, until in labels:
             is_label[start:until] = [True] * (until - start)
@@ -273,7 +275,7 @@ class RowEncoder:
         )
 
     def _end(self, rendered: Rendered) -> list[int]:
-        """Return the end token where the text has no stop token of its own."""
+        """Return the end token if the text has no stop token of its own, else no token."""
         if not rendered.needs_stop:
             return []
         if self._tokenizer.eos_token_id is None:
@@ -287,20 +289,20 @@ class RowEncoder:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Tokens of one text, with what a fast tokenizer knows of their places."""
+    """Tokens of one text, with the offsets that a fast tokenizer records."""
 
     numbers: list[int]
     encoding: Any
 
     def count_until(self, end: int) -> int | None:
-        """Return how many tokens there are up to a stop token that ends at character `end`."""
+        """Return the number of tokens up to a stop token that ends at character `end`."""
         place = self.encoding.char_to_token(end - 1) if self.encoding is not None else None
         return None if place is None else int(place) + 1
 
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """A text whose special tokens are characters of private use, with tokens and their places."""
+    """A text whose special tokens are private-use characters, with its tokens and offsets."""
 
     text: str
     spans: tuple[Span, ...]
@@ -317,12 +319,12 @@ class _Rewritten:
         return cls(text, spans, *own.encode(text))
 
     def first_from(self, character: int) -> int:
-        """Return the first token that begins at `character` or later."""
+        """Return the index of the first token that begins at `character` or later."""
         begins = (at for at, (begin, _) in enumerate(self.offsets) if begin >= character)
         return next(begins, len(self.tokens))
 
     def after_edge(self, edge: int) -> tuple[int, int]:
-        """Return where the tokens across `edge` end: character, and token."""
+        """Return the character and the token index at which the tokens across `edge` end."""
         end = edge
         while across := [stop for begin, stop in self.offsets if begin < end < stop]:
             end = max(across)
@@ -330,6 +332,6 @@ class _Rewritten:
 
 
 def _begin_tokens(tokenizer: Any) -> list[int]:
-    """Return the begin token, if it is one of those that the tokenizer adds to a plain text."""
+    """Return the begin token if the tokenizer adds it to a plain text, else no token."""
     added = tokenizer("", add_special_tokens=True)["input_ids"]
     return [token for token in added[:1] if token == tokenizer.bos_token_id]

@@ -1,7 +1,7 @@
-"""Make a conversation or a text of a row: which column means what.
+"""Read a row as a conversation or a text, by the names of its columns.
 
-Called by `encoding`. Knows column names and their customs (OpenAI messages, ShareGPT
-conversations, prompt and completion, instruction and output), and nothing of tokens.
+Called by `encoding`. Knows the usual column names (OpenAI messages, ShareGPT conversations, prompt
+and completion, instruction and output), but not tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from finetune_trainer.data.source import Row
 from finetune_trainer.errors import DataError
 
 Message = dict[str, Any]
-"""`role` and `content` (str), and what else a template may read, such as `tool_calls`."""
+"""`role` and `content` (str), and other keys that a template may read, such as `tool_calls`."""
 
 ROLES = {
     "system": "system",
@@ -28,7 +28,7 @@ ROLES = {
     "observation": "tool",
 }
 COLUMNS = "spec.dataset.columns"
-FLAGS = ("train", "weight")  # of a message: 0 or false says that it is not learned
+FLAGS = ("train", "weight")  # keys of a message: 0 or false excludes it from the loss
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Conversation:
 
     Attributes:
         messages: All turns.
-        learned: Index of every turn that is learned, all of them the assistant's.
-        tools: JSON schemas of what the assistant may call.
+        learned: Indices of the learned turns, all of them the assistant's.
+        tools: JSON schemas of the functions that the assistant may call.
     """
 
     messages: tuple[Message, ...]
@@ -48,15 +48,15 @@ class Conversation:
     @property
     def is_learned_whole(self) -> bool:
         """Whether all turns of the assistant are learned."""
-        return len(self.learned) == [said["role"] for said in self.messages].count("assistant")
+        return len(self.learned) == [one["role"] for one in self.messages].count("assistant")
 
 
 def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conversation | str:
-    """Return what `row` says under `data_format`: a dialogue, or a text that is learned whole.
+    """Read `row` under `data_format` as a dialogue, or as a text that is learned whole.
 
     Raises:
-        DataError: a column is missing or holds something else; names the row, the columns found
-            and the field to set.
+        DataError: a column is missing or has another type; names the row, the columns found and the
+            field to set.
     """
     reader = _RowReader(row, columns)
     if data_format is DataFormat.TEXT:
@@ -76,7 +76,7 @@ def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conve
 
 
 class _RowReader:
-    """Reads columns of one row by their usual or configured name."""
+    """Reads columns of a row by their usual or configured names."""
 
     def __init__(self, row: Row, columns: ColumnMap) -> None:
         self._row = row
@@ -86,11 +86,11 @@ class _RowReader:
         return ", ".join(self._row.values) or "no column with a value"
 
     def has(self, *usual: str) -> bool:
-        """Say whether a column is there; one that is configured but missing is an error."""
+        """Whether the row has the column; a configured column that is missing is an error."""
         return self._find(usual) is not None
 
     def system(self) -> tuple[Message, ...]:
-        """Return the system turn of its own column, if the row has one."""
+        """Return the system turn if the row has a column for it."""
         text = self.text("system") if self.has("system") else ""
         return ({"role": "system", "content": text},) if text else ()
 
@@ -150,14 +150,14 @@ class _RowReader:
         if not isinstance(item, dict):
             raise DataError(f"{where} holds {_kind(item)}, not an object with role and content")
         message = {key: value for key, value in item.items() if value is not None}
-        said_by = message.pop("role", None) or message.pop("from", None)
-        if not isinstance(said_by, str) or said_by not in ROLES:
-            raise DataError(f"{where} has the role {said_by!r}; use one of {', '.join(ROLES)}")
-        role = ROLES[said_by]
+        sender = message.pop("role", None) or message.pop("from", None)
+        if not isinstance(sender, str) or sender not in ROLES:
+            raise DataError(f"{where} has the role {sender!r}; use one of {', '.join(ROLES)}")
+        role = ROLES[sender]
         for flag in FLAGS:
             if message.get(flag, 1) not in (0, 1):
                 raise DataError(
-                    f"{where} has {flag} {message[flag]!r}; write 1 where it is learned, else 0"
+                    f"{where} has {flag} {message[flag]!r}; write 1 to learn the turn, else 0"
                 )
         if "tool_calls" in message:
             calls = _objects(message["tool_calls"], f"{where}: tool_calls")
@@ -166,7 +166,7 @@ class _RowReader:
         if key is not None:
             content = _flatten(message.pop(key), where)
         elif role == "assistant" and message.get("tool_calls"):
-            content = ""  # the calls are what it says
+            content = ""  # the turn consists of its calls
         else:
             keys = (key if value is not None else f"{key} (null)" for key, value in item.items())
             raise DataError(
@@ -192,7 +192,7 @@ def _instruction(reader: _RowReader) -> Conversation:
 
 def _prompt_and_completion(reader: _RowReader) -> Conversation:
     prompt = (*reader.system(), *reader.turns("prompt", "user"))
-    # Assistant turns of the prompt are examples to follow, not answers to learn.
+    # Assistant turns of the prompt are examples and are not learned.
     messages = (*prompt, *reader.turns("completion", "assistant"))
     return _conversation(messages, first_learned=len(prompt), tools=reader.tools())
 
@@ -200,22 +200,22 @@ def _prompt_and_completion(reader: _RowReader) -> Conversation:
 def _conversation(
     messages: Iterable[Message], *, first_learned: int = 0, tools: tuple[dict[str, Any], ...] = ()
 ) -> Conversation:
-    """Decide which turns are learned: the assistant's that no flag excludes.
+    """Select the learned turns: all turns of the assistant without a flag that excludes them.
 
-    One that says nothing is not: its stop token alone would teach the model to be silent.
+    An empty turn is not learned: its stop token alone would teach the model to be silent.
     """
     turns, learned = [], []
     for turn, message in enumerate(messages):
-        says = message["content"].strip() or message.get("tool_calls")
+        is_filled = message["content"].strip() or message.get("tool_calls")
         is_wanted = turn >= first_learned and all(message.get(flag, 1) for flag in FLAGS)
-        if says and is_wanted and message["role"] == "assistant":
+        if is_filled and is_wanted and message["role"] == "assistant":
             learned.append(turn)
         turns.append({key: value for key, value in message.items() if key not in FLAGS})
     return Conversation(tuple(turns), tuple(learned), tools)
 
 
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects that may be written as JSON text; none where there is nothing."""
+    """Return a list of objects, which may be given as JSON text; empty if there is no value."""
     items = _from_json(value, where) or []
     if isinstance(items, list) and all(isinstance(item, dict) for item in items):
         return items
@@ -223,7 +223,7 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Read arguments that are JSON text, which most templates would write as JSON once more."""
+    """Parse arguments that are JSON text; most templates would encode them once more."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _read_call(call["function"], where)}
     if not isinstance(call.get("arguments"), str):

@@ -1,6 +1,6 @@
-"""Put a character of private use behind everything that a turn says, to find it once rendered.
+"""Mark the end of each text of a turn with a private-use character, to find it once rendered.
 
-Called by `turns`, which renders the marked turn beside the turn itself.
+Called by `turns`, which renders the marked turn in addition to the turn itself.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from finetune_trainer.data.formats import Message
 from finetune_trainer.data.special import FIRST_MARK
 
-# Names under which a turn's thoughts are given; transformers fills in the others with the first.
+# Keys for the thoughts of a turn; transformers copies the first one to the others.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Marked(NamedTuple):
-    """A turn with a mark behind everything that it says.
+    """A turn with a mark after each of its texts.
 
     Attributes:
-        mark_of: By name, the mark of each text.
-        marks_of_calls: Those behind names and arguments of its calls.
+        mark_of: Mark of each text, by key.
+        marks_of_calls: Marks after the names and arguments of the calls.
     """
 
     message: Message
@@ -27,22 +27,22 @@ class Marked(NamedTuple):
     marks_of_calls: list[str]
 
 
-def mark_turn(said: Message) -> Marked:
-    """Return `said` with marks, each a private-use character of its own."""
+def mark_turn(turn: Message) -> Marked:
+    """Return `turn` with marks, each a different private-use character."""
     marks = (chr(number) for number in count(FIRST_MARK))
-    marked, mark_of = _mark_texts(said, marks)
-    calls, marks_of_calls = _mark_calls(said.get("tool_calls", []), marks)
+    marked, mark_of = _mark_texts(turn, marks)
+    calls, marks_of_calls = _mark_calls(turn.get("tool_calls", []), marks)
     if calls:
         marked["tool_calls"] = calls
     return Marked(marked, mark_of, marks_of_calls)
 
 
-def _mark_texts(said: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:
-    """Put a mark behind each text that a turn says; thoughts of several names count once."""
-    marked, mark_of = dict(said), {}
+def _mark_texts(turn: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:
+    """Put a mark after each text of a turn; thoughts under several keys get one mark."""
+    marked, mark_of = dict(turn), {}
     seen: dict[str, str] = {}
     for name in ("content", *THOUGHTS):
-        text = said.get(name)
+        text = turn.get(name)
         if not isinstance(text, str) or not text.strip():
             continue
         is_known = name != "content" and text in seen
@@ -57,7 +57,7 @@ def _mark_texts(said: Message, marks: Iterator[str]) -> tuple[Message, dict[str,
 
 
 def _mark_calls(calls: Any, marks: Iterator[str]) -> tuple[Any, list[str]]:
-    """Put a mark behind the name and the texts of each call's function."""
+    """Put a mark after the name and the texts of each call's function."""
     used: list[str] = []
 
     def mark(text: str) -> str:
@@ -82,7 +82,7 @@ def _mark_calls(calls: Any, marks: Iterator[str]) -> tuple[Any, list[str]]:
 
 
 def _mark_values(value: Any, mark: Any) -> Any:
-    """Change the texts of a value, but not the keys of its mappings."""
+    """Mark the texts of a value, but not the keys of its mappings."""
     if isinstance(value, dict):
         return {key: _mark_values(item, mark) for key, item in value.items()}
     if isinstance(value, list):
@@ -91,14 +91,14 @@ def _mark_values(value: Any, mark: Any) -> Any:
 
 
 def legible(shown: str, marks: list[str]) -> str:
-    """Undo what Python's `repr` makes of marks, as some templates print mappings with it."""
+    """Restore marks that a template has printed as Python's `repr` escapes, within mappings."""
     for mark in marks:
         shown = shown.replace(f"\\U{ord(mark):08x}", mark)
     return shown
 
 
 def without_marks(text: str, marks: list[str]) -> str:
-    """Take `marks` out of a rendered text."""
+    """Remove `marks` from a rendered text."""
     for mark in marks:
         text = text.replace(mark, "")
     return text

@@ -1,9 +1,8 @@
-"""Put sequences together into packs that fill a fixed number of positions.
+"""Combine sequences into packs that fill a fixed number of positions.
 
-Called by the data plan alone. Best fit over the sequences in the order given: each goes into the
-open pack that it fills best. The order must be shuffled. Sorting by length first would fill the
-packs a little better, but makes packs of equally long, and so similar, rows, and that costs
-quality.
+Called by the data plan alone. Best fit over the sequences in the given order: each sequence goes
+into the open pack that it fills best. The order must be shuffled. Sorting by length first would
+fill the packs slightly better, but packs of equally long, and so similar, rows cost quality.
 """
 
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packs:
-    """Which sequences share a pack.
+    """An assignment of sequences to packs.
 
     Attributes:
         members: (N,) sequence indices, pack after pack.
-        starts: (P + 1,) where each pack begins in `members`; the last entry is N.
+        starts: (P + 1,) index in `members` at which each pack begins; the last entry is N.
     """
 
     members: IntArray
@@ -29,7 +28,7 @@ class Packs:
 
     @classmethod
     def join(cls, parts: list[Self]) -> Self:
-        """Return the packs of all parts, one part after the other."""
+        """Return the packs of all parts in order."""
         sizes = np.concatenate([np.diff(part.starts) for part in parts])
         members = np.concatenate([part.members for part in parts])
         return cls(members, np.concatenate([[0], np.cumsum(sizes)]))
@@ -43,21 +42,21 @@ class Packs:
         return tuple(self.members[self.starts[pack] : self.starts[pack + 1]].tolist())
 
     def sums(self, values: npt.NDArray[np.integer[Any]]) -> IntArray:
-        """Add up `values` (N,), one a sequence, over each pack: (P,)."""
+        """Sum `values` (N,), one per sequence, over each pack: (P,)."""
         return np.add.reduceat(values[self.members].astype(np.int64), self.starts[:-1])
 
 
 def one_sequence_each(sequences: IntArray) -> Packs:
-    """Return packs that hold one sequence each: no packing."""
+    """Return packs of one sequence each, for runs without packing."""
     return Packs(sequences, np.arange(len(sequences) + 1))
 
 
 def best_fit(order: IntArray, lengths: npt.NDArray[np.int32], capacity: int) -> Packs:
     """Pack the sequences named by `order` into packs of at most `capacity` tokens.
 
-    The open packs are found by the room left in them: bit `r` of one large integer says that a
-    pack with room for exactly `r` tokens is open, so the best fit for `n` tokens is the lowest bit
-    at or above `n`. That is a handful of word operations a sequence whatever the number of packs.
+    Open packs are found by their remaining room: bit `r` of one large integer is set if a pack with
+    room for exactly `r` tokens is open, so the best fit for `n` tokens is the lowest set bit at or
+    above `n`. A sequence takes a handful of word operations regardless of the number of packs.
 
     Raises:
         ValueError: a sequence is longer than `capacity`.

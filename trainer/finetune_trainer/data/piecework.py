@@ -1,7 +1,7 @@
-"""Rows by the batch: how many are encoded at once, and what becomes of a batch on disk.
+"""Group rows into batches and encode each batch as the bytes that the token cache stores.
 
-Called by `sequences` and, in processes of their own, by `crew`. A batch depends on nothing but its
-rows, so that it is the same whoever encodes it.
+Called by `sequences` and, in separate processes, by `crew`. The result depends only on the rows of
+the batch, not on the process that encodes it.
 """
 
 from collections import Counter
@@ -17,18 +17,18 @@ from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import texts_of
 from finetune_trainer.data.token_store import ARRAYS, Sequence
 
-# Characters of a batch: a third of a second's work, so that processes end at about the same time.
-# It is held in memory as text and as tokens, for each process twice.
+# Characters of a batch: a third of a second of work, so processes finish at about the same time.
+# Each process holds two batches in memory, as text and as tokens.
 CHARACTERS_PER_BATCH = 2**20
-SPECIAL_TEXT = "rows_with_special_text"  # counted, but no count of the report
+SPECIAL_TEXT = "rows_with_special_text"  # counted, but not part of the report
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows that follow each other.
+    """Consecutive rows.
 
     Attributes:
-        first: Number of the first one in its source, counted from 1.
+        first: Number of the first row in its source, counted from 1.
     """
 
     first: int
@@ -37,11 +37,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What a batch becomes.
+    """The encoding of a batch.
 
     Attributes:
-        arrays: The bytes to append to each array of the cache.
-        tally: What became of the rows.
+        arrays: Bytes to append to each array of the cache.
+        tally: Counts of the report, for these rows.
     """
 
     arrays: Mapping[str, bytes]
@@ -49,7 +49,7 @@ class EncodedBatch:
 
 
 def batches(rows: Iterable[Row]) -> Iterator[Batch]:
-    """Divide rows into batches; one that is larger than a batch is one by itself."""
+    """Divide rows into batches; a row that exceeds the size of a batch closes its batch."""
     held: list[Row] = []
     first, characters = 1, 0
     for row in rows:
@@ -74,14 +74,14 @@ class BatchEncoder:
         self._encoder = RowEncoder(config, tokenizer)
 
     def encode(self, batch: Batch) -> EncodedBatch:
-        """Encode a batch, and count what became of its rows.
+        """Encode a batch and count its rows, sequences and tokens.
 
         Raises:
             DataError: a row cannot be used.
         """
         config, tally = self._config, Counter[str]()
         long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
-        made: list[Sequence] = []
+        sequences: list[Sequence] = []
         for number, row in enumerate(self._encoder.encode(batch.rows), start=batch.first):
             pieces = [
                 piece
@@ -95,15 +95,15 @@ class BatchEncoder:
             tally["label_tokens"] += sum(int(piece.is_label.sum()) for piece in pieces)
             tally["rows_without_labels"] += not pieces
             tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
-            made += pieces
-        return EncodedBatch(_arrays(made), tally)
+            sequences += pieces
+        return EncodedBatch(_arrays(sequences), tally)
 
 
 def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -> list[Sequence]:
-    """Cut a row to sequences of at most `max_seq_len` tokens; drop those without a label.
+    """Cut a row into sequences of at most `max_seq_len` tokens; drop sequences without a label.
 
-    Truncating keeps the head. Splitting lets each sequence begin with the last token of the one
-    before, as context that is not predicted again: so every label token is predicted exactly once.
+    Truncating keeps the head. When splitting, each sequence begins with the last token of the
+    previous sequence as context, so every label token is predicted exactly once.
     """
     tokens = np.asarray(encoded.tokens, dtype=np.int32)
     is_label = np.asarray(encoded.is_label, dtype=np.bool_)
@@ -117,13 +117,13 @@ def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -
     return pieces
 
 
-def _arrays(made: list[Sequence]) -> dict[str, bytes]:
+def _arrays(sequences: list[Sequence]) -> dict[str, bytes]:
     columns = {
-        "tokens": b"".join(one.tokens.tobytes() for one in made),
-        "is_label": b"".join(one.is_label.tobytes() for one in made),
-        "lengths": [len(one.tokens) for one in made],
-        "label_counts": [int(one.is_label.sum()) for one in made],
-        "rows": [one.row for one in made],
+        "tokens": b"".join(one.tokens.tobytes() for one in sequences),
+        "is_label": b"".join(one.is_label.tobytes() for one in sequences),
+        "lengths": [len(one.tokens) for one in sequences],
+        "label_counts": [int(one.is_label.sum()) for one in sequences],
+        "rows": [one.row for one in sequences],
     }
     return {
         name: column if isinstance(column, bytes) else np.asarray(column, ARRAYS[name]).tobytes()

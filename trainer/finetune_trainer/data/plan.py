@@ -1,17 +1,17 @@
-"""Which packs each optimizer step trains on: a pure function of (seed, data set, step).
+"""Assign packs to optimizer steps as a pure function of (seed, data set, step).
 
-Every rank builds the same plan and asks it for any step, so resuming skips no data, the number of
-label tokens of a step needs no collective, and another number of ranks keeps the same global
-batches. With P packs an epoch and G packs a step, step `s` (counted from 0) owns positions
-`s * G` to `(s + 1) * G - 1` of the endless stream epoch 0, epoch 1, ...; each epoch holds every
-sequence as often as its weight says, in an order of its own. Only the very last step of a run may
-be smaller.
+Every rank builds the same plan and can look up any step. Resuming therefore skips no data, the
+number of label tokens of a step needs no collective, and a run on another number of ranks keeps the
+same global batches. With P packs per epoch and G packs per step, step `s` (counted from 0) owns
+positions `s * G` to `(s + 1) * G - 1` of the infinite stream epoch 0, epoch 1, ... Each epoch
+contains every sequence as often as its weight specifies, in an order of its own. Only the last step
+of a run may be smaller.
 
-Which sequences share a pack is decided once a run, by best fit over all of them shuffled, so that
-P is the same for every epoch and any step is found without those before it. Sequences of one
-weight are packed together; an epoch takes `weight` times their packs, the next ones of an endless
-stream that shuffles them anew each time round. So of weight 0.25 every row is seen once in four
-epochs, and of weight 2 twice in each.
+Sequences are assigned to packs once per run, by best fit over a shuffle of all of them, so P is the
+same for every epoch and a step can be computed without the previous steps. Sequences of one weight
+are packed together. An epoch takes `weight` times their packs from an infinite stream that
+reshuffles them on every pass. A row of weight 0.25 is seen once in four epochs, a row of weight 2
+twice per epoch.
 """
 
 import hashlib
@@ -28,28 +28,28 @@ from finetune_trainer.data.packing import IntArray, Packs, best_fit, one_sequenc
 from finetune_trainer.data.sequences import TokenDataset
 
 Pack = tuple[int, ...]
-"""Sequence indices laid out one after the other in one row of a batch; () is padding alone."""
+"""Sequence indices laid out one after another in a row of a batch; () is a row of padding."""
 
 Share = tuple[int, int]
-"""How many packs one weight has, and how many of them an epoch takes."""
+"""Number of packs of one weight, and how many of them an epoch takes."""
 
-COMPOSITION_EPOCH = -1  # the shuffle that decides which sequences share a pack, before any epoch
-# Tokens of a document at which attention, which grows with their square, costs as much as all
-# else: 12 times the width of the model, here that of one with some billions of parameters.
+COMPOSITION_EPOCH = -1  # the shuffle before packing
+# Length of a document at which attention, whose cost is quadratic, costs as much as the rest of the
+# model: 12 times the width of the model, here of a model with some billions of parameters.
 ATTENTION_PARITY = 32_768
 
 
 @dataclass(frozen=True, eq=False)
 class DataPlan:
-    """The order of all packs of a run; made by `of`.
+    """The order of all packs of a run; created by `of`.
 
     Attributes:
         total_steps: Optimizer steps of the whole run.
-        packs_per_epoch: P, packs that hold every sequence as often as its weight says.
+        packs_per_epoch: P, the packs of an epoch, in which each sequence occurs `weight` times.
         fill_ratio: Share of a pack's positions that hold tokens.
-        fingerprint: Hash of everything that decides the order. A checkpoint stores it: a step
-            number means the same data only under the same fingerprint. It holds neither the
-            number of ranks, the micro-batch nor the length of the run, which may change.
+        fingerprint: Hash of everything that determines the order. A checkpoint stores it, because a
+            step number means the same data only under the same fingerprint. The number of ranks,
+            the micro-batch and the length of the run are not included; they may change.
     """
 
     total_steps: int
@@ -64,13 +64,13 @@ class DataPlan:
     _composition: Packs
     _pack_sums: IntArray  # (P, 3): tokens, rows, label tokens
     _pack_costs: IntArray
-    _newest: "dict[int, _Step]" = field(default_factory=dict)  # the one that was asked for last
+    _newest: "dict[int, _Step]" = field(default_factory=dict)  # the step that was last looked up
 
     @classmethod
     def of(cls, dataset: TokenDataset, config: TrainConfig) -> Self:
-        """Lay out the run that `config` describes; takes a second for a million sequences.
+        """Build the plan of the run that `config` describes, in a second per million sequences.
 
-        Epochs are rounded up to a whole pack. Without packing every sequence has a pack of its own.
+        Epochs are rounded up to a whole pack. Without packing every sequence is a pack.
         """
         data, training = config.data, config.training
         capacity = data.max_seq_len if data.packing else None
@@ -100,15 +100,15 @@ class DataPlan:
         )
 
     def epoch(self, step: int) -> float:
-        """Return how many epochs are done after `step` optimizer steps."""
+        """Return the number of epochs completed after `step` optimizer steps."""
         return min(step * self._global_batch_size, self._total_packs) / self.packs_per_epoch
 
     def packs(self, step: int) -> tuple[Pack, ...]:
-        """Return the packs of one optimizer step, all ranks together; steps count from 0."""
+        """Return the packs of an optimizer step over all ranks; steps count from 0."""
         return tuple(self._composition[pack] for pack in self._step(step).pack_ids)
 
     def tokens(self, step: int) -> int:
-        """Return the tokens of one step, padding not counted."""
+        """Return the tokens of one step, without padding."""
         return self._step(step).tokens
 
     def samples(self, step: int) -> int:
@@ -116,17 +116,17 @@ class DataPlan:
         return self._step(step).samples
 
     def label_tokens(self, step: int) -> int:
-        """Return the predicted tokens of one step, over all ranks: what its loss is divided by."""
+        """Return the predicted tokens of one step over all ranks, the divisor of its loss."""
         return self._step(step).label_tokens
 
     def rank_packs(self, step: int, rank: int, world_size: int) -> list[tuple[Pack, ...]]:
         """Return the micro-batches of one rank in one step, `micro_batch_size` packs each.
 
-        Every rank gets the same number of micro-batches; where a last, smaller step runs out of
-        packs, empty ones fill the places. The costliest packs come first and equally costly ones
-        together: little padding, a memory peak in the first micro-batch. Turn by turn the rank
-        with the least work so far gets the longest of the next micro-batches, one for each rank:
-        so all take about equally long, also where every micro-batch is a meeting of the ranks.
+        Every rank gets the same number of micro-batches; empty packs fill the places of a smaller
+        last step. Packs are sorted by descending cost, which gives little padding and puts the
+        memory peak into the first micro-batch. In each round of one micro-batch per rank, the rank
+        with the least work so far gets the most expensive one, so that all ranks take about equally
+        long, also if they synchronise in every micro-batch.
         """
         pack_ids = self._step(step).pack_ids
         pack_ids = pack_ids[np.argsort(-self._pack_costs[pack_ids], kind="stable")]
@@ -142,7 +142,7 @@ class DataPlan:
         return mine
 
     def report(self, report: DataReport) -> DataReport:
-        """Add what packing made of the sequences to a data set's report."""
+        """Add number and fill ratio of the packs to the report of a data set."""
         update = {"packs": self.packs_per_epoch, "fill_ratio": round(self.fill_ratio, 4)}
         return report.model_copy(update=update)
 
@@ -150,7 +150,7 @@ class DataPlan:
         """Return one step, whose packs may span two epochs.
 
         Raises:
-            IndexError: the run has no such step.
+            IndexError: the step is outside of the run.
         """
         if (known := self._newest.get(step)) is not None:
             return known
@@ -167,7 +167,7 @@ class DataPlan:
 
 
 class _Step(NamedTuple):
-    """One step, over all ranks; its packs as rows of the composition."""
+    """Packs of a step over all ranks, as rows of the composition, and their sums."""
 
     pack_ids: IntArray
     tokens: int
@@ -178,7 +178,7 @@ class _Step(NamedTuple):
 def _compose(
     dataset: TokenDataset, order_key: str, capacity: int | None
 ) -> tuple[Packs, tuple[Share, ...]]:
-    """Return all packs, those of one weight next to each other; without packing at None."""
+    """Return all packs, grouped by weight; a `capacity` of None means no packing."""
     order = _permutation(order_key, COMPOSITION_EPOCH, len(dataset.lengths))
     parts, shares = [], []
     for weight in np.unique(dataset.weights):
@@ -195,8 +195,8 @@ def _compose(
 def _total_packs(packs_per_epoch: int, training: TrainingConfig) -> int:
     if training.max_steps is not None:
         return training.max_steps * training.global_batch_size
-    assert training.epochs is not None, "one of the two is set"
-    # 0.1 + 0.2 epochs of 10 packs are 3 packs, not 4: binary fractions must not add one.
+    assert training.epochs is not None, "maxSteps or epochs is set"
+    # 0.1 + 0.2 epochs of 10 packs are 3 packs, not 4: binary fractions must not add a pack.
     return max(1, math.ceil(round(training.epochs * packs_per_epoch, 6)))
 
 
@@ -210,7 +210,7 @@ def _stream(order: Callable[[int], IntArray], size: int, first: int, end: int) -
 
 @lru_cache(maxsize=4)
 def _epoch_order(order_key: str, epoch: int, *, shares: tuple[Share, ...]) -> IntArray:
-    """Return the packs of one epoch in the order they are trained on."""
+    """Return the packs of one epoch in training order."""
     chosen, first_pack = [], 0
     for size, drawn in shares:
         order = partial(_permutation, f"{order_key}:{first_pack}", size=size)
@@ -224,8 +224,9 @@ def _epoch_order(order_key: str, epoch: int, *, shares: tuple[Share, ...]) -> In
 def _permutation(order_key: str, epoch: int, size: int) -> IntArray:
     """Return the numbers below `size` in the order of one epoch.
 
-    Sorting raw Philox words, which numpy never changes, instead of `Generator.permutation`, which
-    it may: a checkpoint must mean the same data under another numpy.
+    Sorts raw Philox words, which are stable across numpy releases, instead of calling
+    `Generator.permutation`, which may change: a checkpoint must mean the same data under another
+    numpy.
     """
     digest = hashlib.sha256(f"{order_key}:{epoch}".encode()).digest()
     words = np.random.Philox(key=np.frombuffer(digest[:16], dtype="<u8")).random_raw(size)

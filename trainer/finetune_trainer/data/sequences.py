@@ -1,7 +1,7 @@
 """Tokenise a data set once, and read it back memory-mapped.
 
-Every rank calls `prepare`: one process of a machine tokenises, the others wait at a file lock, and
-machines for each other in `waiting`, so that nobody runs into a collective's time-out.
+Every rank calls `prepare`. One process per machine tokenises while the others wait at a file lock;
+machines wait for each other in `waiting`, so no rank runs into the timeout of a collective.
 """
 
 import hashlib
@@ -30,27 +30,27 @@ __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
 CACHE_VERSION = 5  # raise it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
-# What is tokenised in this time needs no processes, which take as long to start.
+# A data set tokenised within this time needs no processes, which take as long to start.
 SECONDS_ALONE = 1.0
 _TOKENS_AT_ONCE = 1 << 22
-# One process reads the rows, for so many at most; each takes 150 MB.
+# Limit, because a single process reads the rows; each process takes 150 MB.
 MAX_PROCESSES = 16
 
 
 class TokenDataset:
-    """The sequences of one source after the other, in the order of their rows.
+    """The sequences of all sources in order, and of each source in the order of its rows.
 
     Attributes:
         fingerprint: Hash of all tokens, labels and weights; names the data in a plan and a
             checkpoint.
         lengths: (N,) int32, tokens of each sequence.
         label_counts: (N,) int32, predicted tokens of each sequence; at least 1.
-        weights: (N,) float64, how often an epoch holds each sequence.
-        report: What became of the rows of all sources.
+        weights: (N,) float64, number of times that an epoch contains each sequence.
+        report: Report on the rows of all sources.
     """
 
     def __init__(self, parts: list[tuple[StoredTokens, float]]) -> None:
-        """Join the sources, each given with its weight."""
+        """Join the sources, given as pairs of tokens and weight."""
         stored = [part for part, _ in parts]
         self._arrays = [part.arrays for part in stored]
         self.fingerprint = _fingerprint(parts)
@@ -61,7 +61,7 @@ class TokenDataset:
         )
         self.report = _sum_up([part.report for part in stored])
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
-        # Where each source's tokens begin among all; the files themselves are never joined.
+        # Index at which the tokens of each source begin; the files themselves are never joined.
         self._begins = np.cumsum([0, *(len(arrays["tokens"]) for arrays in self._arrays[:-1])])
         self._first = np.cumsum([0, *(len(arrays["rows"]) for arrays in self._arrays[:-1])])
         self._rows: npt.NDArray[np.int64] = self._join("rows")
@@ -71,7 +71,7 @@ class TokenDataset:
         return len(self.lengths)
 
     def row(self, index: int) -> Sequence:
-        """Return one sequence; its arrays are read-only views of the file."""
+        """Return a sequence; its arrays are read-only views of the file."""
         end = int(self._ends[index])
         start = end - int(self.lengths[index])
         source = int(np.searchsorted(self._begins, start, side="right")) - 1
@@ -80,13 +80,13 @@ class TokenDataset:
         return Sequence(arrays["tokens"][here], arrays["is_label"][here], int(self._rows[index]))
 
     def origin(self, index: int) -> str:
-        """Say which row of which data set a sequence was made of."""
+        """Return row and data set of a sequence for messages."""
         source = int(np.searchsorted(self._first, index, side="right")) - 1
         field = f"spec.dataset.also[{source - 1}].source" if source else "spec.dataset.source"
         return f"row {self._rows[index]} of {field}"
 
     def find(self, tokens: Collection[int]) -> tuple[int, int] | None:
-        """Return the first sequence that has one of these tokens, and the token; None without."""
+        """Return the first sequence with any of these tokens, and the token; None if absent."""
         wanted = np.fromiter(tokens, np.int64, len(tokens))
         for arrays, begin in zip(self._arrays, self._begins, strict=True):
             for start in range(0, len(arrays["tokens"]), _TOKENS_AT_ONCE):
@@ -105,14 +105,14 @@ class TokenDataset:
 def _fingerprint(parts: list[tuple[StoredTokens, float]]) -> str:
     named = [(part.fingerprint, weight) for part, weight in parts]
     if len(named) == 1 and named[0][1] == 1:
-        return named[0][0]  # one whole source is named by its content alone
+        return named[0][0]  # a single source of weight 1 is identified by its content alone
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def _sum_up(reports: list[DataReport]) -> DataReport:
     counts = [name for name, field in DataReport.model_fields.items() if field.annotation is int]
     sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
-    return DataReport(**sums, warnings=tuple(said for one in reports for said in one.warnings))
+    return DataReport(**sums, warnings=tuple(text for one in reports for text in one.warnings))
 
 
 def prepare(
@@ -122,16 +122,17 @@ def prepare(
     *,
     name: str = "train",
 ) -> TokenDataset:
-    """Return the tokens of all sources, each from the cache or by tokenising it into the cache.
+    """Return the tokens of all sources, tokenising into the cache what it lacks.
 
-    A cache entry's name holds the rows' bytes, the tokenizer, its template and every setting that
-    changes a token, so an outdated entry is never read; a damaged one is built again.
+    The name of a cache entry is a hash of the bytes of the rows, the tokenizer, its template and
+    every setting that changes a token, so an outdated entry is never read. A damaged entry is
+    rebuilt.
 
-    `sources` are those of `config`, or `config.eval` alone; `name` is `train` or `eval`, and
-    chooses the field that messages name.
+    `sources` are the sources of `config`, or `config.eval` alone. `name` is `train` or `eval` and
+    selects the field that messages name.
 
     Raises:
-        DataError: the rows are missing, malformed, or have nothing to learn.
+        DataError: the rows are missing or malformed, or no row has a label token.
         ConfigError: the format needs a chat template that the model does not have.
         OutputNotWritableError: the cache folder cannot be written.
         TrainerError: the disk is full, or fails.
@@ -153,25 +154,25 @@ def _prepare_source(
     stored = store.open()
     if stored is None:
         with store.lock():
-            stored = store.open()  # another process may have made it while this one waited
+            stored = store.open()  # another process may have written it while this process waited
             if stored is None:
                 stored = _tokenize(config, rows, tokenizer, store)
     return stored
 
 
 def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
-    """Sum up what became of the rows.
+    """Return the report on the rows.
 
     Raises:
-        DataError: there is no row, or none has a label token.
+        DataError: the source is empty, or no row has a label token.
     """
     what = f"{rows.field} {rows.name}"
     if not tally["rows"]:
         raise DataError(f"{what} holds no rows; give a data set with some")
     if not tally["sequences"]:
         raise DataError(
-            f"{what}: none of the {tally['rows']} rows has a label token, so there is nothing to "
-            "learn; each row needs an answer (an assistant turn, completion, output or text) that "
+            f"{what}: none of the {tally['rows']} rows has a label token, so no token is learned; "
+            "each row needs an assistant turn, completion, output or text that "
             f"begins within spec.training.maxSeqLength ({config.max_seq_len}) tokens"
         )
     warnings = []
@@ -190,7 +191,7 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
     if special_text:
         warnings.append(
             f"{what}: {special_text} of {tally['rows']} rows write out special tokens of the "
-            "model, which are text to it; where they are meant as such, set "
+            "model, which are read as text; if they are meant as special tokens, set "
             "spec.dataset.allowSpecialTokens"
         )
     return DataReport(**tally, warnings=tuple(warnings))
@@ -220,17 +221,17 @@ def _tokenize(config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore)
 def _encoded(
     encoder: BatchEncoder, rows: Rows, tally: Counter[str], start: Callable[[], Crew | None]
 ) -> Generator[Mapping[str, bytes]]:
-    """Yield the arrays of all batches, and count in `tally` what became of the rows.
+    """Yield the arrays of all batches, and add the counts of their rows to `tally`.
 
-    The first ones are encoded here; if there are more, then by processes, once they are there.
+    The first batches are encoded in this process, the others in a crew once it is ready.
     """
     waiting, began = batches(rows), monotonic()
     crew, is_alone = None, False
     with ExitStack() as stack:
         for batch in waiting:
-            made = encoder.encode(batch)
-            tally.update(made.tally)
-            yield made.arrays
+            encoded = encoder.encode(batch)
+            tally.update(encoded.tally)
+            yield encoded.arrays
             if crew is None and not is_alone and monotonic() - began > SECONDS_ALONE:
                 crew = start()
                 is_alone = crew is None
@@ -242,21 +243,21 @@ def _encoded(
                 print(f"one process tokenises the rows: {error}", file=sys.stderr)
                 crew, is_alone = None, True
         if crew is not None:
-            for made in crew.encode(waiting):
-                tally.update(made.tally)
-                yield made.arrays
+            for encoded in crew.encode(waiting):
+                tally.update(encoded.tally)
+                yield encoded.arrays
 
 
 def _crew(config: DataConfig, tokenizer: Any) -> Crew | None:
-    """Start processes on the other cores; None where there are none, or they cannot be started."""
+    """Start a process per core; None if there is a single core, or a process cannot be started."""
     count = min(usable_cores(), MAX_PROCESSES)
-    # Code that a model brings along is not there for other processes.
+    # Code that a model brings along cannot be imported by other processes.
     if count == 1 or not type(tokenizer).__module__.startswith("transformers."):
         return None
     try:
         return Crew(config, tokenizer, count)
     except OSError as error:
-        print(f"one process tokenises the rows, as no other starts: {error}", file=sys.stderr)
+        print(f"one process tokenises the rows: others cannot be started: {error}", file=sys.stderr)
         return None
 
 
@@ -273,7 +274,7 @@ def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:
 
 
 def _tokenizer_content(tokenizer: Any) -> list[Any]:
-    """Return everything that decides how text becomes tokens."""
+    """Return everything that determines the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     specials = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}

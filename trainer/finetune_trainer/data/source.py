@@ -1,8 +1,8 @@
-"""Read rows from a file, a folder of files or the hub, and say where each one stands.
+"""Read rows from a file, a folder of files or the hub, each with its place for messages.
 
 Called by `sequences` and the preview. Files are read here, so that a message can name the line; the
-hub goes through `datasets`. Rows stream: no file is held in memory, but for a `.json` file that is
-one array.
+hub is read through `datasets`. Rows are streamed; only a `.json` file with a single array is held
+in memory.
 """
 
 import csv
@@ -35,11 +35,11 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set.
+    """A row of a data set.
 
     Attributes:
-        where: Its place as a message names it, such as `train.jsonl line 12`.
-        values: Column name to value; a column that is null is left out.
+        where: Place for messages, such as `train.jsonl line 12`.
+        values: Values by column name, without columns that are null.
     """
 
     where: str
@@ -49,12 +49,12 @@ class Row:
 def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
     """Find the rows that `source` names.
 
-    `name` is `train`, `eval` or `also[N]`: the field of the manifest that messages begin with.
-    `datasets` keeps its downloads in `cache_dir`.
+    `name` is `train`, `eval` or `also[N]`, the field of the manifest that messages begin with.
+    `datasets` stores its downloads in `cache_dir`.
 
     Raises:
-        DataError: there is no such file, or it is of a kind that is not read.
-        ConfigError: a split is asked of a file.
+        DataError: the file does not exist, or has an unsupported suffix.
+        ConfigError: a split is requested of a file.
         TrainerError: the hub cannot be reached.
     """
     further = (f"spec.dataset.{name}.source", f"spec.dataset.{name}.split")
@@ -80,17 +80,17 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
 
 
 class _MalformedError(Exception):
-    """A file cannot be read as what it seems to be; the message begins with the place."""
+    """A file is malformed; the message begins with the place."""
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files, one file after the other; iterating starts at the first every time.
+    """The rows of files in order; each iteration starts at the first row.
 
     Attributes:
-        name: The path that was given.
-        field: Field of the manifest that names it; messages begin with it.
-        files: The files in order.
+        name: Configured path.
+        field: Field of the manifest that holds the path; messages begin with it.
+        files: Files in order.
     """
 
     name: str
@@ -126,7 +126,7 @@ class FileRows:
 
 
 class HubRows:
-    """One split of a data set on the hub, downloaded once by `datasets`; else as `FileRows`."""
+    """A split of a data set on the hub, downloaded once by `datasets`; used like `FileRows`."""
 
     def __init__(self, source: DatasetSource, field: str, cache_dir: Path) -> None:
         self.name = source.path
@@ -145,7 +145,7 @@ class HubRows:
                 f"{field} {source.path}: the hub cannot be reached ({_first_line(error)}); "
                 "check the network, or give a local file"
             ) from error
-        # `datasets` raises many kinds here: no such name, no such split, no access, bad content.
+        # `datasets` raises many classes here: unknown name or split, no access, bad content.
         except Exception as error:
             raise DataError(
                 f"{field} {source.path} split {source.split!r} cannot be loaded: "
@@ -183,7 +183,7 @@ def _read(file: Path) -> Iterator[Row]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """Open the bytes of a file, unpacked where its name says that they are packed."""
+    """Open a file for reading bytes, decompressed if its suffix names a compression."""
     try:
         with ExitStack() as stack:
             content: Any
@@ -192,7 +192,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
             elif file.suffix == ".zst":
                 import pyarrow
 
-                stack.enter_context(file.open("rb"))  # whose errors say more than pyarrow's
+                stack.enter_context(file.open("rb"))  # its errors are more precise than pyarrow's
                 packed = stack.enter_context(pyarrow.input_stream(str(file), compression="zstd"))
                 content = stack.enter_context(io.BufferedReader(packed))
             else:
@@ -203,7 +203,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         if file.suffix not in COMPRESSIONS or error.strerror:
             raise
-        raise _damaged(file, error) from error  # what both libraries raise for a damaged file
+        raise _damaged(file, error) from error  # both libraries raise OSError for a damaged file
 
 
 def _damaged(file: Path, error: Exception) -> _MalformedError:
@@ -227,7 +227,7 @@ def _array_rows(file: Path) -> Iterator[Row]:
 
 
 def _parse(text: bytes, file: Path, first_line: int) -> Any:
-    """Read JSON that begins in this line of the file, maybe with a byte order mark."""
+    """Parse JSON that begins in this line of the file, possibly with a byte order mark."""
     where = f"{file} line {first_line}"
     try:
         return json.loads(text.decode("utf-8-sig"))
@@ -248,7 +248,7 @@ def _json_row(where: str, values: Any) -> Row:
             f"{where} is a JSON {type(values).__name__}; a row must be an object with named columns"
         )
     try:
-        # An escape such as \\ud83d alone is half of a character, which no tokenizer takes.
+        # An escape such as \\ud83d alone is half of a character, which tokenizers reject.
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
@@ -261,7 +261,7 @@ def _json_row(where: str, values: Any) -> Row:
 
 
 def _unreadable(where: str, error: Exception) -> _MalformedError:
-    """Say why text that may be JSON is refused by the reader."""
+    """Return the error for text that may be JSON but that the parser refuses."""
     reason = "nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
     return _MalformedError(f"{where} cannot be read: {reason}; correct or delete it")
 
@@ -272,7 +272,7 @@ def _is_array(file: Path) -> bool:
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    # Every value stays the text it is: a reader that infers types turns 3.10 into 3.1.
+    # Values stay text: a reader that infers types turns 3.10 into 3.1.
     csv.field_size_limit(sys.maxsize)  # the default refuses values over 128 KiB
     try:
         with (
@@ -316,7 +316,7 @@ def _row(where: str, values: dict[str, Any]) -> Row:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop what Arrow adds inside a value: a null for each field that only other rows have."""
+    """Drop the nulls that Arrow adds within a value for fields that only other rows have."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""Special tokens that a row writes out are text; only those that the template writes are special.
+"""Treat special tokens that a row writes out as text; only the template's are special.
 
-Called by `turns` and `encoding`. A row that holds the text of a special token is rendered with that
-text broken by a private-use character (`shield`). What is still whole in the rendered text is the
-template's own: `rewrite` turns each into one private-use character and restores the broken ones,
-and `OwnTokenizer`, a copy of the model's tokenizer in which only these characters are special,
-gives the tokens.
+Called by `turns` and `encoding`. A row that contains the text of a special token is rendered with
+that text broken by a private-use character (`shield`). Special tokens that are still intact in the
+rendered text come from the template: `rewrite` replaces each by one private-use character and
+restores the broken ones. `OwnTokenizer`, a copy of the model's tokenizer in which only these
+characters are special, returns the tokens.
 """
 
 import json
@@ -15,32 +15,32 @@ from typing import Any
 
 from finetune_trainer.errors import DataError
 
-# Characters of private use at the end of Unicode, which no font maker is known to use.
+# Private-use characters at the end of Unicode, which no font is known to use.
 SHIELD = "\U0010e000"
 FIRST_MARK = 0x10E001
 FIRST_SPECIAL = 0x10F000
 RESERVED = re.compile("[\U0010e000-\U0010fffd]")
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # no tokenizer takes it
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # tokenizers reject it
 
 Offsets = list[tuple[int, int]]
 
 
 class ControlTokens:
-    """The texts that are special to one tokenizer.
+    """The texts that are special to a tokenizer.
 
     Attributes:
-        names: Text of each, in the order of their ids.
+        names: Text of each special token, in the order of their ids.
     """
 
     def __init__(
         self, tokenizer: Any, structural: Iterable[str] = (), written: Iterable[str] = ()
     ) -> None:
-        """Take all special tokens, and `structural` ones that no flag calls special.
+        """Collect all special tokens, and `structural` tokens without the flag `special`.
 
-        `written` are tokens that rows may write out, and are none of them.
+        `written` are tokens that rows may write out; they are not special here.
         """
         added = tokenizer.added_tokens_decoder
-        # Not every tokenizer flags the tokens that it names as its end or its padding.
+        # Not every tokenizer flags the tokens that it declares as end or padding.
         named = {*structural, *tokenizer.all_special_tokens}
         written = set(written)
         self.ids = {
@@ -50,13 +50,13 @@ class ControlTokens:
             if token.special or str(token) in named
         }
         self.names = tuple(self.ids)
-        # The longest first, as the tokenizer takes them.
+        # The longest first, in the order in which the tokenizer matches them.
         ordered = sorted(self.names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
         self._character = {name: chr(FIRST_SPECIAL + at) for at, name in enumerate(self.names)}
 
     def holds(self, value: Any) -> bool:
-        """Say whether the texts of a value write out a special token."""
+        """Whether the texts of a value write out a special token."""
         return any(self._pattern.search(text) for text in texts_of(value))
 
     def count(self, text: str) -> int:
@@ -64,10 +64,10 @@ class ControlTokens:
         return sum(1 for _ in self._pattern.finditer(text))
 
     def shield(self, value: Any) -> Any:
-        """Break every special token in the texts of a value, so that none is left.
+        """Break every special token in the texts of a value.
 
         Raises:
-            DataError: one is a single character, which cannot be broken.
+            DataError: a special token is a single character, which cannot be broken.
         """
         return map_texts(value, self._shield)
 
@@ -84,7 +84,7 @@ class ControlTokens:
         return own.replace(SHIELD, "")
 
     def character(self, name: str) -> str:
-        """Return the private-use character that stands for one."""
+        """Return the private-use character that stands for a special token."""
         return self._character[name]
 
 
@@ -92,7 +92,7 @@ class OwnTokenizer:
     """A copy of a fast tokenizer in which special tokens are the characters of `ControlTokens`.
 
     Raises:
-        ValueError: the tokenizer cannot be copied so; its rows have to do without.
+        ValueError: the tokenizer cannot be copied in this way.
     """
 
     def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
@@ -101,7 +101,7 @@ class OwnTokenizer:
         if not tokenizer.is_fast:
             raise ValueError("it has no fast implementation")
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The post-processor would add special tokens, and trims white space off the offsets.
+        # The post-processor would add special tokens, and excludes white space from the offsets.
         backend |= {"post_processor": None, "truncation": None, "padding": None}
         number_of = {}
         for token in backend["added_tokens"]:
@@ -118,7 +118,7 @@ class OwnTokenizer:
 
     @cached_property
     def _bare(self) -> Any:
-        """The same without a space before a text; a second copy that few data sets need."""
+        """A second copy that adds no space before a text; few data sets need it."""
         from tokenizers import Tokenizer
 
         backend = json.loads(self._whole.to_str())
@@ -127,29 +127,29 @@ class OwnTokenizer:
         return Tokenizer.from_str(json.dumps(backend))
 
     def encode(self, text: str) -> tuple[list[int], Offsets]:
-        """Return the tokens of a rewritten text, and which characters each is made of.
+        """Return the tokens of a rewritten text, and the offsets of each.
 
         Raises:
-            ValueError: the tokenizer makes a special token of plain text.
+            ValueError: the tokenizer turns plain text into a special token.
         """
         encoding = self._whole.encode(text, add_special_tokens=False)
         return self._mapped(encoding.ids), encoding.offsets
 
     def encode_bare(self, text: str) -> list[int]:
-        """Return the tokens of what goes on within a text: no space is put before it."""
+        """Return the tokens of a continuation within a text, without a space before it."""
         return self._mapped(self._bare.encode(text, add_special_tokens=False).ids)
 
     def _mapped(self, numbers: list[int]) -> list[int]:
         if not self._forged.isdisjoint(numbers):
-            raise ValueError("it makes a special token of plain text")
+            raise ValueError("it turns plain text into a special token")
         return [self._number.get(number, number) for number in numbers]
 
 
 def refuse_reserved(value: Any, where: str) -> None:
-    """Refuse a row whose texts hold what stands for something else here, or is no character.
+    """Refuse a row whose texts contain a character reserved here, or half of a character.
 
     Raises:
-        DataError: they do.
+        DataError: the texts contain one.
     """
     texts = list(texts_of(value))
     if held := _first(HALF_A_CHARACTER, texts):
@@ -169,7 +169,7 @@ def _first(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str] | None:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Yield every text within lists and mappings, their keys included."""
+    """Yield every text within lists and mappings, including their keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -182,7 +182,7 @@ def texts_of(value: Any) -> Iterable[str]:
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value with every text within it changed."""
+    """Return a copy of a value with `change` applied to every text."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -193,13 +193,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def common_length(first: str, second: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     shorter = min(len(first), len(second))
     return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 
 
 def _without_prefix(part: Any) -> Any:
-    """Take out of a normalizer or a pre-tokenizer what puts a space before a text."""
+    """Return a normalizer or pre-tokenizer without the parts that add a space before a text."""
     if not isinstance(part, dict):
         return part
     if part["type"] == "Prepend":

@@ -1,8 +1,8 @@
 """Render conversations with the model's own chat template, as inference does.
 
-Called by `turns`, which finds in the rendered text what is learned. Rendering is the same as
-`apply_chat_template` of transformers, but for the date: a template that prints today's gets a
-fixed one, so that the same rows give the same tokens tomorrow: checkpoints name data by hash.
+Called by `turns`, which finds the learned spans in the rendered text. Rendering equals
+`apply_chat_template` of transformers, except for the date: a template that prints the current date
+gets a fixed one, because checkpoints identify data by hash and rows must not change with the day.
 """
 
 import re
@@ -16,9 +16,9 @@ from finetune_trainer.errors import ConfigError, DataError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# The date for templates that print today's, so that rows do not change with the day.
+# The date for templates that print the current date.
 FIXED_DATE = date(2024, 7, 26)
-# What the trainer itself gives to every template.
+# Arguments that the trainer itself passes to every template.
 OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 
 Span = tuple[int, int]
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer.
+    """The chat template of a tokenizer.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -68,7 +68,7 @@ class ChatTemplate:
     def generation_marks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], where: str
     ) -> list[Span] | None:
-        """Return what the template's `{% generation %}` marks enclose; None where it has none.
+        """Return the spans within `{% generation %}` marks; None if the template has no marks.
 
         Raises:
             DataError: the template refuses the conversation.
@@ -79,18 +79,18 @@ class ChatTemplate:
         return marks
 
     def stop_after(self, tail: str) -> int | None:
-        """Return where the stop token ends that `tail` begins with, white space aside."""
+        """Return the end of the stop token at the start of `tail`, after optional white space."""
         stop = self._stop_at_start.match(tail)
         return stop.end() if stop else None
 
     def stop_before_end(self, text: str, start: int) -> int | None:
-        """Return where the stop token ends that is the last thing in `text`, white space aside."""
+        """Return the end of the stop token at the end of `text`, before optional white space."""
         stop = self._stop_at_end.search(text, start)
         return stop.end() if stop else None
 
     @cached_property
     def structural_tokens(self) -> frozenset[str]:
-        """Tokens of the vocabulary that the template writes around turns, special or not."""
+        """Added tokens that the template writes around turns, special or not."""
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
         try:
             text = self.render(turns, (), "")
@@ -100,7 +100,7 @@ class ChatTemplate:
         return frozenset(token for token in added if token.strip() and token in text)
 
     def _source(self, has_tools: bool) -> str:
-        """Return the template that a conversation gets; some models have another for tools."""
+        """Return the template for a conversation; some models have a separate one for tools."""
         source = str(self._tokenizer.get_chat_template(tools=[{}] if has_tools else None))
         if source not in self._dated:
             self._dated[source] = TODAY_CALL.sub(
@@ -118,7 +118,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            # Not `apply_chat_template`, which asks nothing of an empty conversation.
+            # Not `apply_chat_template`, which does not render an empty conversation.
             [text], marks = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) or None,
@@ -126,7 +126,7 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
                 **options,
             )
-        except Exception as error:  # a template is a program: whatever it raises is its own
+        except Exception as error:  # a template is a program and may raise anything
             raise DataError(
                 f"{where}: the model's chat template refuses the conversation: {error}; correct or "
                 "delete the row"
@@ -135,13 +135,13 @@ class ChatTemplate:
 
 
 def with_arguments(template: str, arguments: Mapping[str, Any], given: Iterable[str]) -> str:
-    """Return a template whose variables have these values where nobody gives others.
+    """Return a template in which `arguments` are the defaults of its variables.
 
-    So whatever renders it begins with the same: training, the preview, sample prompts, and what
-    serves the exported model. `given` are the names that the tokenizer itself gives a value.
+    Training, the preview, sample prompts and servers of the exported model therefore use the same
+    values. `given` are the names to which the tokenizer itself assigns a value.
 
     Raises:
-        ConfigError: the template does not name one of them, or it is what the trainer gives.
+        ConfigError: the template does not read a name, or the trainer passes it itself.
     """
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,
@@ -159,7 +159,7 @@ def with_arguments(template: str, arguments: Mapping[str, Any], given: Iterable[
                 f"reads no argument of that name; remove it ({instead})"
             )
         begin += f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
-    return begin + "\n" + template if begin else template  # Jinja drops a line's end after `%}`
+    return begin + "\n" + template if begin else template  # Jinja drops a line break after `%}`
 
 
 def _one_of(texts: set[str]) -> str:

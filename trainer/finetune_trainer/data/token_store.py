@@ -1,9 +1,9 @@
-"""The token cache on disk: raw arrays that are memory-mapped, committed by one rename.
+"""Store the token cache as raw memory-mapped arrays, committed by one rename.
 
 Called by `sequences.prepare` alone. A folder `KEY/` is either complete or does not exist: it is
-written as `KEY.HOST.tmp`, its manifest of hashes last, and renamed. Several processes
-of one machine agree by a file lock that the kernel drops when its holder dies; machines that share
-the folder may both write, and the first rename wins.
+written as `KEY.HOST.tmp`, with its manifest of hashes last, and renamed. Processes of one machine
+are serialised by a file lock, which the kernel releases when its holder dies. Machines that share
+the folder may both write; the first rename wins.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ ARRAYS = {
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One document as the model sees it.
+    """A document as the model sees it.
 
     Attributes:
         tokens: (L,) int32, L >= 2.
-        is_label: (L,) bool: this token is predicted. Never the first one, which nothing precedes.
-        row: Which row of its source it was made of, counted from 1.
+        is_label: (L,) bool, whether a token is predicted; False for the first token.
+        row: Number of the source row, counted from 1.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -50,7 +50,7 @@ class Sequence:
 
 
 class Manifest(ContractModel):
-    """What a complete cache folder holds: the SHA-256 of each file, and what became of the rows."""
+    """Content of a complete cache folder: the SHA-256 of each file, and the report of the rows."""
 
     files: dict[str, str]
     report: DataReport
@@ -61,9 +61,9 @@ class StoredTokens:
     """An open cache folder; the arrays are memory-mapped and read-only.
 
     Attributes:
-        arrays: By name: tokens and is_label (all sequences end to end), lengths, label_counts and
-            rows (one entry a sequence).
-        fingerprint: Hash of every token and label, whatever made them.
+        arrays: Arrays by name: tokens and is_label (all sequences end to end), lengths,
+            label_counts and rows (one entry per sequence).
+        fingerprint: Hash of every token and label, independent of rows and settings.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -72,14 +72,14 @@ class StoredTokens:
 
 
 class TokenStore:
-    """One cache folder, named by the hash of everything that its content depends on."""
+    """A cache folder, named by the hash of everything that its content depends on."""
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self._folder = cache_dir / "tokens" / key
         self._draft = self._folder.with_name(f"{key}.{socket.gethostname()}.tmp")
 
     def open(self) -> StoredTokens | None:
-        """Map the committed arrays; None when there are none, or when they are damaged."""
+        """Map the committed arrays; None if there are none, or if they are damaged."""
         try:
             manifest = Manifest.read(self._folder / MANIFEST)
             if manifest.files != {name: _digest(self._path(name)) for name in ARRAYS}:
@@ -95,7 +95,7 @@ class TokenStore:
         return StoredTokens(arrays, manifest.report, fingerprint)
 
     def write(self, parts: Iterable[Mapping[str, bytes]]) -> None:
-        """Write the arrays of a draft, part after part; holds none of them in memory."""
+        """Write the arrays of a draft part by part, without holding them in memory."""
         make_anew(self._draft)
         with ExitStack() as stack:
             files = {
@@ -107,7 +107,7 @@ class TokenStore:
                     file.write(part[name])
 
     def commit(self, report: DataReport) -> None:
-        """Make the draft the cache folder, in the place of a damaged one."""
+        """Rename the draft to the cache folder, replacing a damaged one."""
         files = {name: _digest(self._path(name, self._draft)) for name in ARRAYS}
         (self._draft / MANIFEST).write_text(Manifest(files=files, report=report).to_json())
         sync_tree(self._draft)
@@ -116,17 +116,17 @@ class TokenStore:
         try:
             self._draft.rename(self._folder)
         except OSError:
-            # Another machine committed the same content in between: then ours is not needed.
+            # Another machine has committed the same content meanwhile, so ours is not needed.
             if self.open() is None:
                 raise
             shutil.rmtree(self._draft)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of this folder; waits for another process of this machine.
+        """Hold the lock of this folder, after waiting for other processes of this machine.
 
         Raises:
-            OutputNotWritableError: the cache folder cannot be made or written.
+            OutputNotWritableError: the cache folder cannot be created or written.
         """
         path = self._folder.with_name(f"{self._folder.name}.lock")
         with ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Find what of a rendered conversation is learned: nothing is searched for an answer.
+"""Find the learned spans of a rendered conversation by rendering, never by text search.
 
-Called by `encoding`. A turn begins where its prompt ends: what the template makes of the messages
-before it when it is asked for an answer. It ends with the stop token after its text, and where
-that text ends a character of private use shows, rendered with it. The definition and its reasons:
+Called by `encoding`. A turn begins at the end of its prompt: the rendering of the previous messages
+with a generation prompt. It ends with the stop token after its text, whose end is found by a
+private-use character rendered with it. Definition and reasons:
 docs/decisions/0050-what-is-learned.md.
 """
 
@@ -22,18 +22,18 @@ from finetune_trainer.data.special import (
 from finetune_trainer.data.template import ChatTemplate, Span
 from finetune_trainer.errors import DataError
 
-SHOWN = 40  # characters of a text that a sentence quotes
+SHOWN = 40  # characters of a text that a message quotes
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text and which characters of it are learned.
+    """A text and its learned characters.
 
     Attributes:
-        spans: In order, not overlapping.
-        needs_stop: The text ends in a learned turn without a stop token: the tokenizer's own
-            end token has to follow, or the model never learns to stop.
-        is_shielded: The row writes out special tokens, which stand broken in the text
+        spans: Learned spans, in order and disjoint.
+        needs_stop: Whether the text ends in a learned turn without a stop token. The tokenizer's
+            own end token must follow, or the model never learns to stop.
+        is_shielded: Whether the row writes out special tokens, which are broken in the text
             (`special.ControlTokens.shield`).
     """
 
@@ -45,7 +45,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A learned turn: the text of its conversation up to it, and where in that it stands."""
+    """A learned turn: the text of the conversation up to its end, and its span in that text."""
 
     text: str
     start: int
@@ -58,22 +58,23 @@ def learned_rows(
 ) -> list[Rendered]:
     """Render a conversation as the rows that it is learned from.
 
-    Turns share a row where the template writes what is before a turn, and the turn, in the row as
-    in the turn's own conversation; else each is the end of a row of its own. `control` are the
-    special tokens that are text where the row writes them out; None lets them be special.
+    Turns share a row if the template renders the turn and the text before it in the row exactly as
+    in the conversation up to that turn. Otherwise each turn is the end of a row of its own.
+    `control` are the special tokens that are text if the row writes them out; None leaves them
+    special.
 
     Raises:
         DataError: the template refuses the conversation, does not begin a turn with its prompt,
-            or drops or changes what a turn says.
+            or drops or changes the text of a turn.
     """
     finder = _Finder(template, control, conversation, where)
     rows: list[Rendered] = []
     for found in reversed([finder.find(turn) for turn in conversation.learned]):
-        said = found.text[: found.end]
+        prefix = found.text[: found.end]
         shared = (
             at
             for at, row in reversed(list(enumerate(rows)))
-            if row.text.startswith(said) and found.end <= row.spans[0][0]
+            if row.text.startswith(prefix) and found.end <= row.spans[0][0]
         )
         place, span = next(shared, None), (found.start, found.end)
         if place is None or found.needs_stop:
@@ -86,7 +87,7 @@ def learned_rows(
 
 
 class _Finder:
-    """Renders parts of one conversation and finds turns in them."""
+    """Renders parts of a conversation and finds turns in them."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class _Finder:
         self._template = template
         self._where = where
         self._messages, self._tools = conversation.messages, conversation.tools
-        said = [[text for key, text in one.items() if key != "role"] for one in self._messages]
-        refuse_reserved([said, self._tools], where)
-        self.is_shielded = control is not None and control.holds([said, self._tools])
+        texts = [[text for key, text in one.items() if key != "role"] for one in self._messages]
+        refuse_reserved([texts, self._tools], where)
+        self.is_shielded = control is not None and control.holds([texts, self._tools])
         if control is not None and self.is_shielded:
             try:
                 self._messages = tuple(
@@ -120,7 +121,7 @@ class _Finder:
             self._refuse_unseen_tools()
 
     def render(self, messages: tuple[Message, ...], *, add_generation_prompt: bool = False) -> str:
-        """Render messages; broken special tokens must not have changed what the template does."""
+        """Render messages, and check that broken special tokens do not affect the template."""
 
         def rendered(messages: Any, tools: Any) -> str:
             return self._template.render(
@@ -139,7 +140,7 @@ class _Finder:
         return text
 
     def find(self, turn: int) -> _Turn:
-        """Place one learned turn."""
+        """Find a learned turn."""
         where = f"{self._where}: turn {turn + 1}"
         before = self._messages[:turn]
         text = self.render(self._messages[: turn + 1])
@@ -149,16 +150,17 @@ class _Finder:
             if before:
                 raise
             raise DataError(
-                f"{where} is the assistant's and the first, and the model's chat template asks for "
-                'no answer to nothing; write "train": false in the turn, or delete it'
+                f"{where} is the first turn and the assistant's, and the model's chat template has "
+                'no generation prompt without a message; write "train": false in the turn, or '
+                "delete it"
             ) from error
         start = self._start(before, prompt, text, where)
-        said_end = self._end_of_what_is_said(turn, text, where)
-        stop = self._end(turn, text, said_end, start)
+        content_end = self._end_of_content(turn, text, where)
+        stop = self._end(turn, text, content_end, start)
         end = len(text) if stop is None else stop
         if end <= start:
             raise DataError(_changed(where, "content", self._messages[turn]["content"]))
-        self._compare_with_marks(turn, text, (start, end), said_end, where)
+        self._compare_with_marks(turn, text, (start, end), content_end, where)
         shift = len(prompt) - start
         return _Turn(prompt + text[start:], len(prompt), end + shift, needs_stop=stop is None)
 
@@ -168,10 +170,10 @@ class _Finder:
             raise DataError(_left_out(self._where, "tools"))
 
     def _start(self, before: tuple[Message, ...], prompt: str, text: str, where: str) -> int:
-        """Return where in the turn's text its prompt ends.
+        """Return the end of the prompt in the text of the turn.
 
-        An answer may take away the thoughts of the calls before it (gpt-oss), which its prompt
-        still has. Then the text has to begin with the prompt that has none.
+        A turn may remove the thoughts of the calls before it (gpt-oss), which its prompt still
+        contains. The text must then begin with the prompt without thoughts.
 
         Raises:
             DataError: the turn does not begin with its prompt.
@@ -181,26 +183,25 @@ class _Finder:
         earlier = _without_thoughts(before)
         if earlier != before:
             bare = self.render(earlier, add_generation_prompt=True)
-            asked = prompt.removeprefix(self.render(before))
-            if text.startswith(bare) and asked == bare.removeprefix(self.render(earlier)):
+            opening = prompt.removeprefix(self.render(before))
+            if text.startswith(bare) and opening == bare.removeprefix(self.render(earlier)):
                 return len(bare)
         same = common_length(prompt, text)
         raise DataError(
-            f"{where} does not begin with what the model is given when it is asked for it: the "
-            f"chat template's prompt goes on with {_quoted(prompt[same:])} where the turn has "
-            f"{_quoted(text[same:])}; give the turn what it lacks, mostly reasoning_content, or "
-            "the template other arguments (spec.model.chatTemplateArguments), or use another "
-            "template (spec.model.chatTemplate)"
+            f"{where} does not begin with its generation prompt: the prompt of the chat template "
+            f"continues with {_quoted(prompt[same:])}, the turn with {_quoted(text[same:])}; add "
+            "what the turn lacks, mostly reasoning_content, give the template other arguments "
+            "(spec.model.chatTemplateArguments), or use another template (spec.model.chatTemplate)"
         )
 
-    def _end_of_what_is_said(self, turn: int, text: str, where: str) -> int | None:
-        """Return where the last of the turn's own text ends; None where calls alone are said.
+    def _end_of_content(self, turn: int, text: str, where: str) -> int | None:
+        """Return the end of the turn's own text; None if the turn consists of calls alone.
 
         Raises:
-            DataError: the template leaves out something that the turn says, or changes it.
+            DataError: the template leaves out or changes a text of the turn.
         """
-        said = self._messages[turn]
-        marked, mark_of, marks_of_calls = mark_turn(said)
+        message = self._messages[turn]
+        marked, mark_of, marks_of_calls = mark_turn(message)
         every = [*mark_of.values(), *marks_of_calls]
         shown = legible(
             self._template.render((*self._messages[:turn], marked), self._tools, where), every
@@ -211,25 +212,25 @@ class _Finder:
             if mark not in shown and name != "content":
                 raise DataError(_left_out(self._where, name))
             begun = without_marks(shown.split(mark)[0], every)
-            if shown.count(mark) != 1 or not begun.endswith(said[name].strip()):
-                raise DataError(_changed(where, name, said[name]))
+            if shown.count(mark) != 1 or not begun.endswith(message[name].strip()):
+                raise DataError(_changed(where, name, message[name]))
         if without_marks(shown, every) != text:
-            raise DataError(_changed(where, "content", said["content"]))
+            raise DataError(_changed(where, "content", message["content"]))
         ends = [len(without_marks(shown.split(mark)[0], every)) for mark in mark_of.values()]
-        return max(ends) if ends and not said.get("tool_calls") else None
+        return max(ends) if ends and not message.get("tool_calls") else None
 
-    def _end(self, turn: int, text: str, said_end: int | None, start: int) -> int | None:
-        """Return where the turn's stop token ends; None where it has none."""
-        if said_end is None:
+    def _end(self, turn: int, text: str, content_end: int | None, start: int) -> int | None:
+        """Return the end of the turn's stop token; None if it has no stop token."""
+        if content_end is None:
             end = self._end_of_calls(turn, text)
             return end if end is not None else self._template.stop_before_end(text, start)
-        stop = self._template.stop_after(text[said_end:])
+        stop = self._template.stop_after(text[content_end:])
         if stop is not None:
-            return said_end + stop
-        return self._template.stop_before_end(text, said_end)
+            return content_end + stop
+        return self._template.stop_before_end(text, content_end)
 
     def _end_of_calls(self, turn: int, text: str) -> int | None:
-        """Return where a turn of calls ends, if it ends as a turn of words does."""
+        """Return the end of a turn of calls, if it ends like a turn of text."""
         mark = chr(FIRST_MARK)
         words = {"role": "assistant", "content": mark}
         try:
@@ -241,12 +242,12 @@ class _Finder:
         return len(text) - len(tail) + stop if stop is not None and text.endswith(tail) else None
 
     def _compare_with_marks(
-        self, turn: int, text: str, learned: Span, said_end: int | None, where: str
+        self, turn: int, text: str, learned: Span, content_end: int | None, where: str
     ) -> None:
-        """Hold the template's own marks against what is learned of a turn.
+        """Compare the template's own generation marks with the learned span of a turn.
 
-        What they leave out of it (a space, an empty block of thoughts, the stop token) is learned
-        all the same, as inference has to produce it.
+        Text of the span outside of the marks (a space, an empty block of thoughts, the stop token)
+        is still learned, because inference has to produce it.
         """
         messages = self._messages[: turn + 1]
         marks = self._template.generation_marks(messages, self._tools, self._where)
@@ -254,13 +255,13 @@ class _Finder:
             return
         start, end = learned
         own = [(first, last) for first, last in marks if last > start]
-        said_start = None
-        if said_end is not None:
-            said_start = said_end - len(self._messages[turn]["content"].strip())
+        content_start = None
+        if content_end is not None:
+            content_start = content_end - len(self._messages[turn]["content"].strip())
         if not own or (
-            said_start is not None
-            and said_end is not None
-            and not (own[0][0] <= max(said_start, start) and own[-1][1] >= said_end)
+            content_start is not None
+            and content_end is not None
+            and not (own[0][0] <= max(content_start, start) and own[-1][1] >= content_end)
         ):
             raise DataError(
                 f"{where} is learned, but the chat template's {{% generation %}} marks do not "
@@ -271,18 +272,18 @@ class _Finder:
         if beside.strip():
             raise DataError(
                 f"{where}: the chat template's {{% generation %}} marks enclose "
-                f"{_quoted(beside)}, which the model does not have to say; correct the marks or "
+                f"{_quoted(beside)}, which the model does not generate; correct the marks or "
                 "remove them (spec.model.chatTemplate)"
             )
 
 
 def _without_thoughts(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Leave of the assistant's turns only answers and calls; text beside a call is a thought."""
-    made = []
-    for said in messages:
-        kept = {key: text for key, text in said.items() if key not in THOUGHTS}
-        made.append(kept | {"content": ""} if said.get("tool_calls") else kept)
-    return tuple(made)
+    """Remove thoughts from the messages; text beside a call is a thought."""
+    bare = []
+    for message in messages:
+        rest = {key: text for key, text in message.items() if key not in THOUGHTS}
+        bare.append(rest | {"content": ""} if message.get("tool_calls") else rest)
+    return tuple(bare)
 
 
 def _restored(value: Any) -> Any:
