@@ -39,10 +39,10 @@ from finetune_trainer.gpu import find_gpu
 from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import refuse_what_does_not_fit
 from finetune_trainer.model.adapters import choose_trained
-from finetune_trainer.model.families import settle_family
+from finetune_trainer.model.families import resolve_packing
 from finetune_trainer.model.float8 import check_float8
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
-from finetune_trainer.model.isolation import settle_isolation
+from finetune_trainer.model.isolation import check_isolation
 from finetune_trainer.model.load import is_loaded_once, load_device, load_model, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
@@ -107,7 +107,7 @@ def run(
     telemetry.collectives.begin()
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     _check_float8(config, module, strategy, world, first_batch)
-    measured = partial(settle_isolation, device=world.device, any_rank=agreement.any)
+    measured = partial(check_isolation, device=world.device, any_rank=agreement.any)
     settled = measured(config, module, strategy.evaluate, warn=warn_alike)
     if settled is not config:
         config, plan = settled, DataPlan.of(dataset, settled)
@@ -165,7 +165,7 @@ def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainCon
     """Return the configuration with which this model is trained; this imports transformers."""
     config = pinned(config, world, partial(recorded, config.checkpoint, config.job))
     with uncollected():
-        config = settle_family(config, _warn_alike(telemetry, world))
+        config = resolve_packing(config, _warn_alike(telemetry, world))
         # Where rows are not packed their length is known only once they are tokens.
         _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
     return config

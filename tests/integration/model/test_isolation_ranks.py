@@ -48,7 +48,7 @@ def test_a_sharded_model_is_packed_where_it_keeps_documents_apart(
     *_, told = [entry for entry in events(made) if entry["event"] == "data"]
     assert (told["train"]["packs"] < 8) == is_packed
     warned = [e["message"] for e in events(made) if e["event"] == "warning"]
-    assert any("documents of a pack see each other" in said for said in warned) != is_packed
+    assert any("documents of a pack affect each other" in said for said in warned) != is_packed
 
 
 def test_all_ranks_refuse_packing_that_is_asked_for(

@@ -31,7 +31,7 @@ from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.prepare import prepare_model
-from finetune_trainer.model.quantize import settle
+from finetune_trainer.model.quantize import disable_cpu_repacking
 from finetune_trainer.strategies import adamw8bit, create
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.slots import Block
@@ -373,7 +373,7 @@ def in_four_bits(model: Any, config: TrainConfig) -> Any:
                         bnb_quantized=True,
                     )
                     setattr(part, name, made)
-    settle(model)
+    disable_cpu_repacking(model)
     model.is_loaded_in_4bit = True
     return model
 

@@ -194,8 +194,8 @@ def test_an_answer_that_its_row_excludes_is_not_learned(
         ),
         pytest.param(
             {"messages": [DIALOGUE[1], DIALOGUE[2] | {"weight": 0.5}]},
-            "rows.jsonl line 1: column 'messages' turn 2 has weight 0.5; write 1 where it is "
-            "learned, else 0",
+            "rows.jsonl line 1: column 'messages' turn 2 has weight 0.5; write 1 to learn "
+            "the turn, else 0",
             id="half a weight",
         ),
         pytest.param(

@@ -259,7 +259,9 @@ def test_a_tokenizer_without_a_fast_form_refuses_the_row_that_needs_it_and_no_ot
         asked = [{"role": "user", "content": row.values["prompt"]}]
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
         assert encoded.tokens[: encoded.is_label.index(True)] == prompt
-    with pytest.raises(DataError, match=r"^line 9: its tokens cannot be .* no fast implementation"):
+    with pytest.raises(
+        DataError, match=r"^line 9: inference-time tokens cannot be .* no fast implementation"
+    ):
         list(made.encode([Row("line 9", {"prompt": "Hi</s>", "completion": "Ho"})]))
 
 

@@ -48,7 +48,7 @@ def test_the_first_row_with_such_a_token_is_named_in_every_source(tmp_path: Path
         refuse_unknown_tokens(config, tokenizer, train, None)
     assert str(caught.value).startswith(
         f"spec.model.source {tmp_path}: {train.origin(4)} has the token '{NEW}' with number "
-        f"{last + 1}, and those of the model end at {last}; take the tokenizer that belongs"
+        f"{last + 1}, but tokens of the model end at {last}; use the tokenizer of the model"
     )
     assert "spec.dataset.also[0].source" in str(caught.value)
     plain = prepared(tmp_path, tokenizer, [PLAIN] * 3)

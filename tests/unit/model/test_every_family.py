@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.families import ENCODERS, settle_family
-from finetune_trainer.model.isolation import settle_isolation
+from finetune_trainer.model.families import ENCODERS, resolve_packing
+from finetune_trainer.model.isolation import check_isolation
 from finetune_trainer.model.load import load_model
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from support.launch.launches import train_config
@@ -46,9 +46,9 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
     said: list[str] = []
     if name in REFUSED and not changes:
         with pytest.raises(ConfigError, match=rf"^spec.model.source .* the family {name}, .*; "):
-            settle_family(config, said.append)
+            resolve_packing(config, said.append)
         return
-    config = settle_family(config, said.append)
+    config = resolve_packing(config, said.append)
     model = tiny_model(settings)
     batch = pack([LENGTHS])
     documents = sequences(batch, LENGTHS)
@@ -61,7 +61,7 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
         with torch.no_grad():
             return module(**inputs)
 
-    config = settle_isolation(
+    config = check_isolation(
         config, module, evaluate, device=CPU, any_rank=lambda vote: vote, warn=said.append
     )
     padded = PADDED_DECODERS if changes else PADDED

@@ -11,7 +11,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.claim import claim_folders
-from finetune_trainer.model.families import settle_family
+from finetune_trainer.model.families import resolve_packing
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -54,9 +54,11 @@ def config_of(folder: Path, settings: dict[str, Any], **changes: Any) -> TrainCo
     ("settings", "sentence"),
     [
         pytest.param(
-            {"model_type": "t5"}, "family t5, of which .* no causal", id="no causal class"
+            {"model_type": "t5"}, "family t5, for which .* no causal", id="no causal class"
         ),
-        pytest.param({"model_type": "bart"}, "family bart, an encoder with", id="encoder-decoder"),
+        pytest.param(
+            {"model_type": "bart"}, "family bart, an encoder-decoder", id="encoder-decoder"
+        ),
         pytest.param({"model_type": "bert"}, "bert, .* has is_decoder false", id="encoder"),
         pytest.param({"model_type": "xlm"}, "xlm, .* has causal false", id="XLM"),
         pytest.param({"model_type": "xlnet"}, "family xlnet, which", id="XLNet"),
@@ -74,7 +76,7 @@ def test_a_family_that_cannot_be_trained_is_refused(
     settings: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^spec.model.source .* is of the .*{sentence}"):
-        settle_family(config_of(tmp_path, settings), print)
+        resolve_packing(config_of(tmp_path, settings), print)
 
 
 def test_a_family_is_refused_before_rows_tokenizer_or_weights_are_looked_for(
@@ -99,7 +101,7 @@ def test_a_family_is_refused_before_rows_tokenizer_or_weights_are_looked_for(
         pytest.param({"model_type": "qwen3_next"}, r"\(linear_attention\) that reach", id="some"),
         pytest.param(
             {"model_type": "bloom"},
-            "BloomFor.* takes no positions, which mark where",
+            "BloomFor.* takes no positions, which mark the start",
             id="no positions",
         ),
         pytest.param(PHI3, "beyond 64 tokens the rotary scaling of Phi3", id="LongRoPE"),
@@ -110,12 +112,12 @@ def test_a_family_known_to_leak_gets_a_row_for_each_document(
 ) -> None:
     said: list[str] = []
     config = config_of(tmp_path, settings)
-    assert not settle_family(config, said.append).data.packing
+    assert not resolve_packing(config, said.append).data.packing
     assert len(said) == 1
     data = config.data.model_copy(update={"is_packing_asked": True})
     asked = config.model_copy(update={"data": data})
     with pytest.raises(ConfigError, match=f"^spec.training.packing true: .*{reason}"):
-        settle_family(asked, print)
+        resolve_packing(asked, print)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +128,14 @@ def test_rows_within_the_first_range_of_rotary_scaling_are_packed(
     settings: dict[str, Any], longest: int, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, settings, data={"max_seq_len": longest})
-    assert settle_family(config, print) is config
+    assert resolve_packing(config, print) is config
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         pytest.param(PHI3, "a micro-batch; lower it to 64, or set .*microBatchSize", id="LongRoPE"),
-        pytest.param(DYNAMIC, "ever seen; lower it to 64", id="dynamic"),
+        pytest.param(DYNAMIC, "longest row so far; lower it to 64", id="dynamic"),
     ],
 )
 def test_rows_whose_positions_would_depend_on_other_rows_are_refused(
@@ -143,4 +145,4 @@ def test_rows_whose_positions_would_depend_on_other_rows_are_refused(
         tmp_path, settings, data={"max_seq_len": 65}, training={"micro_batch_size": 2}
     )
     with pytest.raises(ConfigError, match=rf"^spec.training.maxSeqLength 65 .*{sentence}"):
-        settle_family(config, print)
+        resolve_packing(config, print)

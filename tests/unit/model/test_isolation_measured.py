@@ -12,7 +12,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.claim import claim_folders
-from finetune_trainer.model.isolation import NARROW_LIMIT, measure, settle_isolation
+from finetune_trainer.model.isolation import NARROW_LIMIT, check_isolation, measure
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
@@ -41,7 +41,7 @@ def wrapped(model: Any, dtype: torch.dtype | None = None) -> tuple[CausalLoss, A
 def settled(folder: Path, model: Any, said: list[str], **data: Any) -> TrainConfig:
     module, evaluate = wrapped(model)
     config = train_config(folder, data=data)
-    return settle_isolation(
+    return check_isolation(
         config, module, evaluate, device=CPU, any_rank=lambda vote: vote, warn=said.append
     )
 
@@ -68,7 +68,7 @@ def test_a_family_whose_mask_lacks_positions_gets_a_row_for_each_document(
     config = settled(tmp_path, tiny_model(tiny_settings(name)), said)
     assert not config.data.packing
     assert len(said) == 1
-    assert "documents of a pack see each other" in said[0]
+    assert "documents of a pack affect each other" in said[0]
     assert "spec.training.globalBatchSize counts rows" in said[0]
 
 
@@ -99,7 +99,7 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(packing: bool, tmp_p
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8)
-    with pytest.raises(ConfigError, match=r"in BertLMHeadModel a token sees the ones after it"):
+    with pytest.raises(ConfigError, match=r"the attention of BertLMHeadModel is not causal"):
         settled(tmp_path, model, [], packing=packing)
 
 

@@ -221,7 +221,7 @@ def test_a_damaged_model_is_a_mistake_in_the_configuration(
         load(config(damaged))
     assert str(caught.value) == (
         f"spec.model.source: the {part} of {damaged} cannot be loaded ({reason}); check the name, "
-        "the revision, that its files are whole and, for a gated model, the token"
+        "the revision, that its files are complete and, for a gated model, the token"
     )
 
 
@@ -262,7 +262,7 @@ def test_the_configuration_of_another_model_is_refused_with_what_differs(folder,
     with pytest.raises(ConfigError) as caught:
         load_model(config(damaged), CPU)
     first = f"model.layers.0.mlp.down_proj.weight is {hidden} x {there}, and {hidden} x {2 * there}"
-    assert f"are not those of its config.json ({first} by config.json; " in str(caught.value)
+    assert f"do not match its config.json ({first} by config.json; " in str(caught.value)
     assert str(caught.value).endswith("; 3 more); take both from one model")
 
 

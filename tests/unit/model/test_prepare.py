@@ -56,7 +56,7 @@ def broken(graph, inputs):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_model_that_cannot_be_compiled_is_refused_where_the_manifest_asks_for_it():
-    fault = r"^spec.training.compile: the decoder layers of Linear are in no list; set it to false"
+    fault = r"^spec.training.compile: the decoder layers of Linear cannot be found; set it to false"
     with pytest.raises(ConfigError, match=fault):
         compile_layers(torch.nn.Linear(2, 2), CPU, is_asked=True, warn=pytest.fail)
     model = family("llama")
@@ -87,7 +87,7 @@ def test_a_model_that_cannot_be_compiled_goes_on_without_where_it_is_the_default
     compile_layers(model, CPU, is_asked=False, warn=said.append, backend=broken)
     torch.testing.assert_close(one_step(model), expected, rtol=0, atol=0)
     assert len(said) == 2
-    assert all(one.startswith("training goes on without compiled layers: ") for one in said)
+    assert all(one.startswith("training continues without compiled layers: ") for one in said)
     assert "no such kernel" in said[1]
 
 
@@ -208,5 +208,5 @@ def test_a_run_s_model_gets_the_attention_that_its_configuration_names(tmp_path)
     prepare_model(model, config, CPU)
     assert model.config._attn_implementation == own
     config = train_config(tmp_path, training={"attention": "flex"})
-    with pytest.raises(ConfigError, match=r"^spec.training.attention flex cannot serve Llama"):
+    with pytest.raises(ConfigError, match=r"^spec.training.attention flex does not support Llama"):
         prepare_model(model, config, CPU)

@@ -53,7 +53,7 @@ def test_rows_that_are_longer_than_the_model_was_made_for_are_told(
     made = config(tmp_path, model, data={"max_seq_len": 4096, "format": "text"})
     rows = Path(made.data.train.path)
     rows.write_text(json.dumps({"text": "word " * 2500}) + "\n")
-    said = [one for one in train(made).progress.warnings if "was made for 2048" in one]
+    said = [one for one in train(made).progress.warnings if "is configured for 2048" in one]
     assert len(said) == 1
     assert "lower spec.training.maxSeqLength to 2048" in said[0]
 

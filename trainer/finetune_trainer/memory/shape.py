@@ -144,7 +144,7 @@ def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int =
         layers: Decoder layers of `model`.
         bits: Bits in which the decoder's linear layers will be stored; 0 if unquantised.
     """
-    from finetune_trainer.model.ends import separate_ends
+    from finetune_trainer.model.ends import untied_embedding_and_head
     from finetune_trainer.model.loss import base_of
 
     base = base_of(model)
@@ -155,7 +155,7 @@ def read_shape(model: "nn.Module", layers: Sequence["nn.Module"], *, bits: int =
     shapes = tuple(_layer(layer, hidden, bits=bits) for layer in layers)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     others = {p: None for p in model.parameters() if p not in inside}
-    ends = separate_ends(base, layers)
+    ends = untied_embedding_and_head(base, layers)
     return ModelShape(
         layers=shapes,
         others=tuple(_weight(p) for p in others),

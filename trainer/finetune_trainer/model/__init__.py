@@ -1,1 +1,1 @@
-"""The model: loading it, adapting it, and the loss it is trained with."""
+"""Load the model, attach adapters, and compute the loss."""

@@ -1,4 +1,4 @@
-"""Choose what is trained: adapters attached through peft, or all weights but the frozen ones.
+"""Select the trained parameters: adapters attached by peft, or all weights except frozen ones.
 
 Called by `rank` with the loaded base. The only file that imports peft for training.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-# What an adapter that training starts from must share with this job: its name in peft and here.
+# Settings that must match those of an adapter to start from: name in peft, field of the job.
 _SHARED = {
     "peft_type": "spec.method.type",
     "r": "spec.method.lora.r",
@@ -33,14 +33,14 @@ _SHARED = {
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Where a model's configuration says how many experts a layer has."""
+"""Fields of a model's configuration that hold the number of experts of a layer."""
 
 
 def choose_trained(model: "PreTrainedModel", config: TrainConfig) -> "PreTrainedModel | PeftModel":
-    """Return the model with exactly the parameters that `config` trains requiring gradients.
+    """Return the model in which exactly the parameters that `config` trains require gradients.
 
     Raises:
-        ConfigError: adapters do not fit the model, or `freeze` names nothing or everything.
+        ConfigError: adapters do not fit the model, or `freeze` matches no or every parameter.
     """
     if config.method.lora is not None:
         return attach_lora(model, config.method.lora, new_token_ids(config.model))
@@ -58,21 +58,21 @@ def attach_lora(
 ) -> "PeftModel":
     """Freeze the base and add adapters to the named linear layers.
 
-    Without names, to all but the head and the `routers` of experts.
+    Without names, all linear layers except the head and the `routers` of experts are adapted.
 
-    Adapter weights are fp32 whatever the base is stored in, so that small updates are not lost.
+    Adapter weights are fp32 regardless of the dtype of the base, so small updates are not lost.
 
-    The rows of `new_tokens` in embedding and head are trained beside the adapters.
+    The rows of `new_tokens` in embedding and head are trained, too.
 
     Raises:
         ConfigError: a name in `target_modules` matches no layer, the layer cannot be adapted, or
-            the adapter to start from is another kind of adapter.
+            the adapter to start from has other settings.
     """
     from peft import LoraConfig
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    kinds = (nn.Linear, Conv1D)  # what peft, too, means by all linear layers
+    kinds = (nn.Linear, Conv1D)  # the same classes as in peft's all-linear
     linear = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     ends = settings.target_modules
     missing = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in linear)]
@@ -93,7 +93,7 @@ def attach_lora(
         trainable_token_indices=_token_rows(model, list(new_tokens)),
     )
     if not settings.target_modules:
-        _leave_routers(model, lora)
+        _exclude_routers(model, lora)
     try:
         adapted = adapt(model, lora)
     except ValueError as error:
@@ -104,11 +104,12 @@ def attach_lora(
 
 
 def routers(model: "PreTrainedModel") -> list[str]:
-    """Name the modules that choose experts, or say how much one of them counts.
+    """Return the names of the modules that select or weight experts.
 
-    Few rows decide where every token goes: adapted without the loss that keeps experts evenly used,
-    they unlearn that. They are told by their class or the one around them, or by their width, as
-    names differ. Not all are linear layers, but peft adapts those that were in an earlier version.
+    A router decides with few weights where every token goes. Adapted without the loss that balances
+    the experts, it would unlearn the balance. Routers are recognised by their class, the class of
+    their parent, or their width, because names differ. Not all are linear layers, but peft also
+    adapts routers that were linear layers in an earlier version.
     """
     from torch import nn
 
@@ -130,8 +131,8 @@ def routers(model: "PreTrainedModel") -> list[str]:
     return [name for name, module in modules.items() if is_router(name, module)]
 
 
-def _leave_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
-    """Take the routers of experts out of what "all-linear" means."""
+def _exclude_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
+    """Exclude the routers of experts from "all-linear"."""
     names = routers(model)
     if not names:
         return
@@ -141,8 +142,8 @@ def _leave_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
     )
 
     lora.exclude_modules = names
-    # Experts that are stacked in a parameter, and routers beside them, are found by peft when it
-    # attaches adapters, and left out by nobody. Asked for it here, it finds nothing more then.
+    # When peft attaches adapters, it adds experts that are stacked in a parameter, and routers
+    # beside them, without regard to exclusions. Converted here, the list is not extended later.
     convert_peft_config_for_transformers(lora, model, get_model_conversion_mapping(model))
     own = {
         f".{name}.{parameter}"
@@ -157,30 +158,30 @@ def _leave_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
 
 
 def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
-    """Attach adapters as peft's own configuration says."""
+    """Attach adapters according to peft's own configuration."""
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # peft 0.21 asks transformers by a name that 5.23 calls deprecated; users cannot fix that.
+        # peft 0.21 reads an attribute that transformers 5.23 deprecates; users cannot fix that.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # It sees for itself that Conv1D stores its weight the other way round, and says so.
+        # peft detects itself that Conv1D stores its weight transposed, and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
 
 
 def in_format_of_base(model: "nn.Module") -> "torch.autocast":
-    """Return the context in which fp32 adapters compute in the narrow format of their base."""
+    """Return the context in which fp32 adapters compute in the 16-bit dtype of their base."""
     import torch
 
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    is_narrow = embedding.dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = embedding.dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(
-        embedding.device.type, dtype=embedding.dtype if is_narrow else None, enabled=is_narrow
+        embedding.device.type, dtype=embedding.dtype if is_16_bit else None, enabled=is_16_bit
     )
 
 
 def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[int]] | None:
-    """Name the layers that hold a row for each token; peft itself follows tied weights."""
+    """Map embedding and head to the rows of `tokens`; peft itself follows tied weights."""
     if not tokens:
         return None
     layers: list[Any] = [model.get_input_embeddings()]
@@ -191,10 +192,10 @@ def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[i
 
 
 def _start_from(model: "PeftModel", folder: Path) -> None:
-    """Take the weights of an adapter that another run exported.
+    """Load the weights of an adapter that another run exported.
 
     Raises:
-        ConfigError: names what of it differs from this job's settings.
+        ConfigError: the folder holds no adapter, or one with other settings.
     """
     from peft import (
         PeftConfig,
@@ -213,13 +214,13 @@ def _start_from(model: "PeftModel", folder: Path) -> None:
         their, our = getattr(theirs, key, None), getattr(ours, key)
         if (their or None) != (our or None):
             raise ConfigError(
-                f"{field} has {key} {their}, this job {our}; set {name} to what the adapter has"
+                f"{field} has {key} {their}, this job {our}; set {name} to the value of the adapter"
             )
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     if found.keys() != wanted.keys():
         raise ConfigError(
-            f"{field} adapts {_adapted(found)}, this job {_adapted(wanted)}, or not the same number"
-            " of them; set spec.method.lora.targetModules to what the adapter has"
+            f"{field} adapts {_adapted(found)}, this job {_adapted(wanted)}, or another number of "
+            "them; set spec.method.lora.targetModules to the modules of the adapter"
         )
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
@@ -228,7 +229,7 @@ def _start_from(model: "PeftModel", folder: Path) -> None:
                 f"here {tuple(tensor.shape)}; set spec.model.source to that base, or remove it"
             )
     if model.device.type == "meta":
-        return  # rank 0 hands out its weights
+        return  # rank 0 broadcasts its weights
     set_peft_model_state_dict(model, found)
 
 
@@ -250,6 +251,6 @@ def _freeze(model: "nn.Module", patterns: Sequence[str]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
-            f"spec.method.freeze {', '.join(patterns)} freezes every parameter, so nothing would "
-            "be trained; remove a pattern"
+            f"spec.method.freeze {', '.join(patterns)} freezes every parameter, so no parameter "
+            "would be trained; remove a pattern"
         )

@@ -1,8 +1,8 @@
-"""Attention inside documents only: no mask of a pack's length squared is built or read.
+"""Attend within documents, without a mask quadratic in the length of a pack.
 
-`loss` hands the documents' bounds to the model in place of a mask: transformers passes a mask of
-four dimensions through to each layer as it is, and a layer with another kind of attention refuses
-one of integers. What is done to a whole batch is done once there, nothing in each layer.
+`loss` passes the bounds of the documents to the model in place of a mask: transformers passes a
+four-dimensional mask unchanged to each layer, and a layer with another kind of attention rejects an
+integer mask. Preparation for the whole batch happens once in `loss`, not in each layer.
 """
 
 import inspect
@@ -18,36 +18,36 @@ from torch.nn.attention.varlen import varlen_attn
 from finetune_trainer.model import flex
 
 NAME = "documents"
-_WIDEST_HEAD = 256  # of flash attention
+_WIDEST_HEAD = 256  # limit of flash attention
 
-# Torch 2.11 lacks it.
+# Missing in torch 2.11.
 _VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def use_documents(base: Any) -> None:
-    """Register the attention and choose it, for a transformers model with no `fault`."""
+    """Register the attention and select it, for a transformers model without a `fault`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # for answers, which are made with a cache
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # for generation, which uses a cache
     base.set_attn_implementation(NAME)
 
 
 def is_isolating(base: Any) -> bool:
-    """Say whether the model was given an attention that is told where documents are."""
+    """Whether the model has an attention that takes the bounds of documents."""
     return base.config._attn_implementation in (NAME, flex.NAME)
 
 
 def as_mask(base: Any, bounds: Tensor, position_ids: Tensor) -> Tensor:
-    """Return where documents are (bounds (L, N + 1)) in the form that its attention reads."""
+    """Return the bounds (L, N + 1) of documents in the form that the model's attention reads."""
     if base.config._attn_implementation == flex.NAME:
         return flex.documents_as_mask(position_ids)
     return bounds_as_mask(bounds)
 
 
 def bounds_as_mask(bounds: Tensor) -> Tensor:
-    """Return the documents' bounds (L, N + 1) in the form in which models pass them on."""
+    """Return the bounds (L, N + 1) of documents as the mask that models pass on."""
     return bounds[None, None]
 
 
@@ -58,17 +58,17 @@ def dynamic_dimensions(mask: Tensor) -> tuple[int, ...]:
 
 
 def fault(base: Any, *, on_gpu: bool, compiles: bool) -> str | None:
-    """Say why this attention cannot be proved right for a model; the dtype is not looked at.
+    """Return why this attention may be wrong for a model, if it may; the dtype is not checked.
 
-    Such a model may keep its own attention with the mask that it makes, which is slower; whether
-    that mask keeps documents apart is for `isolation` to find out.
+    Such a model may use its own attention with its own mask, which is slower. `isolation` measures
+    whether that mask separates documents.
     """
     config = base.config.get_text_config()
     if not (base._supports_attention_backend and base._can_set_attn_implementation()):
-        return "transformers lets nobody choose the attention of this family"
+        return "transformers does not support another attention for this family"
     if not base._supports_sdpa:
-        return "it changes the scores before the softmax, as by a cap"
-    widths = (getattr(part, "head_dim", 0) for part in base.modules())  # layers' may differ
+        return "it changes the scores before the softmax, such as by a cap"
+    widths = (getattr(part, "head_dim", 0) for part in base.modules())  # may differ by layer
     width = max((width for width in widths if isinstance(width, int)), default=0)
     if on_gpu and width > _WIDEST_HEAD:
         return f"its heads are {width} wide, flash attention's at most {_WIDEST_HEAD}"
@@ -77,7 +77,7 @@ def fault(base: Any, *, on_gpu: bool, compiles: bool) -> str | None:
 
 
 def shape_fault(base: Any) -> str | None:
-    """Say which layers attend neither causally to all before them nor in a window they name."""
+    """Return which layers attend neither to all earlier tokens nor within a declared window."""
     config = base.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others := kinds - {"sliding_attention"}:
@@ -85,16 +85,16 @@ def shape_fault(base: Any) -> str | None:
     if getattr(config, "attention_chunk_size", None):
         return "its layers attend in chunks"
     source = inspect.getsource(sys.modules[type(base).__module__])
-    tells_window = re.search(r"sliding_window=(self|getattr)", source) is not None
-    if not tells_window and getattr(config, "sliding_window", None):
-        return "its layers do not say how wide their window is"
+    passes_window = re.search(r"sliding_window=(self|getattr)", source) is not None
+    if not passes_window and getattr(config, "sliding_window", None):
+        return "its layers do not pass on the width of their window"
     if re.search(r"\b(s_aux|position_bias)=", source):
         return "its layers add terms of their own to the scores"
     return None
 
 
 def dropout_fault(config: Any) -> str | None:
-    """Say that a model has dropout in attention, which kernels do not know."""
+    """Return a fault if the model has dropout in attention, which kernels do not support."""
     rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
     return (
         "it has dropout in attention (spec.training.dropout 0 removes it)" if any(rates) else None
@@ -111,7 +111,7 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside the documents that `attention_mask` bounds; any other mask is SDPA's."""
+    """Attend within the documents that `attention_mask` bounds; other masks go to SDPA."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -123,8 +123,8 @@ def _attend(
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention with {name} cannot keep documents apart")
     batch, _, length, _ = query.shape
-    # Positions may have widened query and key alone, which kernels refuse. On a CPU torch's bf16
-    # attention takes three times as long as its fp32 one (documents of 60 tokens, Zen 4).
+    # Rotary positions may have promoted query and key only, which kernels reject. On a CPU torch's
+    # bf16 attention takes three times as long as fp32 (documents of 60 tokens, Zen 4).
     each = query.device.type == "cpu" and not torch.compiler.is_compiling()
     dtype = torch.promote_types(value.dtype, torch.float32) if each else value.dtype
     rows = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
@@ -140,7 +140,7 @@ def _attend(
 def _attend_at_once(
     rows: list[Tensor], bounds: Tensor, length: int, window: int, scaling: float | None
 ) -> Tensor:
-    """Attend in all documents in one kernel; the longest has `length` tokens."""
+    """Attend within all documents in one kernel; the longest has `length` tokens."""
     query, key, value = rows
     options: dict[str, Any] = {}
     if _VARLEN_GROUPS_HEADS:
@@ -160,7 +160,7 @@ def _attend_at_once(
         window_size=(window - 1, 0),
         **options,
     )
-    assert isinstance(output, Tensor), "nothing else was asked for"
+    assert isinstance(output, Tensor), "no other output was requested"
     return output
 
 

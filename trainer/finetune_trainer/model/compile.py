@@ -1,7 +1,7 @@
-"""Compile each decoder layer by itself: layers of one kind share one graph.
+"""Compile decoder layers one by one; layers of the same kind share a graph.
 
-Called by `parallelize`. Where compilation was only the default, a model that cannot be compiled is
-trained without it, which is said once; where a manifest asks for it, it is refused.
+Called by `parallelize`. If compilation is only the default, a model that cannot be compiled is
+trained without it, with one warning. If a manifest asks for it, the model is refused.
 """
 
 import shutil
@@ -18,8 +18,8 @@ from finetune_trainer.model.attention import dynamic_dimensions
 from finetune_trainer.model.compiler import compile_backward_at_once, reason_of
 from finetune_trainer.model.layers import decoder_layers
 
-# Graphs of one layer's code, which all layers share: two kinds of layers, the first one's input
-# without a gradient, with gradients and without, a length of evaluation. Torch gives up at 8.
+# Graphs of a layer's code, which all layers share: two kinds of layers, first layer (input without
+# gradient) or later, with and without gradients, lengths of evaluation. Torch's own limit is 8.
 _MOST_GRAPHS = 64
 
 
@@ -31,10 +31,10 @@ def compile_layers(
     warn: Callable[[str], None],
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Compile the decoder layers of a transformers model; they are compiled when first called.
+    """Set up the decoder layers of a transformers model to be compiled on their first call.
 
     Raises:
-        ConfigError: they cannot be, and `is_asked` says that a manifest wants it.
+        ConfigError: the layers cannot be compiled and `is_asked`: a manifest requests it.
     """
     layers = decoder_layers(base)
     fault = _fault(base, layers, device, backend)
@@ -47,8 +47,8 @@ def compile_layers(
         cpu_varlen.register()
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_GRAPHS)
-    # Torch would divide a graph by DDP's buckets, of 1 and 25 MiB, for gradients to travel while
-    # the rest of it computes. A layer's do so while the layer before it does.
+    # Torch would split a graph at DDP's buckets, of 1 and 25 MiB, to overlap all-reduces with the
+    # rest of the graph. The gradients of a layer overlap with the previous layer anyway.
     torch._dynamo.config.optimize_ddp = False
     compile_backward_at_once()
     name, shapes = type(base).__name__, _Shapes()
@@ -61,9 +61,9 @@ def compile_layers(
 def _fault(
     base: Any, layers: list[nn.Module], device: torch.device, backend: str | Callable[..., Any]
 ) -> str | None:
-    """Say why nothing can be compiled, as far as that shows before the first call."""
+    """Return why the layers cannot be compiled, as far as known before the first call."""
     if not layers:
-        return f"the decoder layers of {type(base).__name__} are in no list"
+        return f"the decoder layers of {type(base).__name__} cannot be found"
     if backend != "inductor":
         return None
     if device.type == "cpu" and not shutil.which("g++"):
@@ -74,17 +74,18 @@ def _fault(
 
 
 class _Shapes:
-    """Tell the compiler which sizes change from call to call, before it finds out by compiling."""
+    """Marks dynamic and static sizes for the compiler, which would otherwise recompile first."""
 
     def __init__(self) -> None:
-        self._trained: set[torch.Size] = set()  # sizes of what layers were given to learn from
+        self._trained: set[torch.Size] = set()  # sizes of hidden states in training
 
     def mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark what a layer is called with: its hidden states are the first argument.
+        """Mark the arguments of a layer; the first one is its hidden states.
 
-        The bounds of documents change with every pack. The rest has one size in training, where
-        packs are padded, and is marked so, as evaluation has other sizes: they would make the
-        kernels of training ones for any size. Where rows are not padded, nothing of that is so.
+        The bounds of documents change with every pack. All other tensors have one size in training,
+        if packs are padded, and are marked as static: the other sizes of evaluation would otherwise
+        turn the kernels of training into kernels for any size. If rows are not padded, only the
+        bounds are marked.
         """
         if torch.is_grad_enabled() and args:
             self._trained.add(args[0].shape)
@@ -116,7 +117,7 @@ def _guard(
     is_asked: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Let a layer whose graph the compiler refuses go on without, and with it all others."""
+    """Run all layers uncompiled once the compiler refuses the graph of `layer`."""
     from torch._dynamo.exc import TorchDynamoException
 
     compiled = layer._compiled_call_impl
@@ -138,4 +139,4 @@ def _guard(
 
 
 def _without(fault: str) -> str:
-    return f"training goes on without compiled layers: {fault}"
+    return f"training continues without compiled layers: {fault}"

@@ -1,12 +1,12 @@
-"""What all uses of torch's compiler share: when both passes are compiled, and why it refused."""
+"""Control when torch's compiler compiles the backward pass, and explain its refusals."""
 
 from finetune_trainer.control import is_out_of_memory
 
 
 def compile_backward_at_once() -> None:
-    """Have both passes compiled by the call of what is compiled, for the whole process.
+    """Compile both passes in the first call of the compiled object, for the whole process.
 
-    Else the backward pass is compiled in the first `backward`, which no such call encloses.
+    Otherwise the backward pass is compiled in the first `backward`, outside of any guarded call.
     """
     from torch._functorch import config
 
@@ -14,13 +14,13 @@ def compile_backward_at_once() -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in a sentence why the compiler, which has raised `error`, refused.
+    """Return the compiler's reason for raising `error`, as one line.
 
     Raises:
-        Exception: memory ended; that is no fault of what was to be compiled, and without compiling
-            there is no more of it.
+        Exception: out of memory, which is not a fault of the compiled code and which running
+            uncompiled would not fix.
     """
-    cause: Exception = getattr(error, "inner_exception", error)  # of the backend
+    cause: Exception = getattr(error, "inner_exception", error)  # the error of the backend
     if is_out_of_memory(cause):
         raise cause from error
     return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"

@@ -1,7 +1,7 @@
-"""Whether the files of a base model hold each of its weights, in the shape of its configuration.
+"""Check that the files of a base model contain every weight in the configured shape.
 
-transformers gives a weight that no file holds random values, and says so in a warning. A run over
-such a base learns, exports and looks well, and its model is broken.
+transformers initialises a missing weight with random values and only logs a warning. A run on such
+a base trains and exports without an error, but its model is broken.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,27 +16,26 @@ _MOST_NAMED = 3
 
 
 def refuse_random_weights(model: "PreTrainedModel", found: Mapping[str, Any], path: str) -> None:
-    """Refuse a model with a parameter whose values are of no file.
+    """Refuse a model with a parameter that its files do not contain.
 
-    Weights that share another's values are no parameters of their own here, and what a family
-    computes by itself is no parameter.
+    Tied weights count once, and tensors that a family computes are not parameters.
 
     Args:
-        model: As it was loaded.
-        found: What `from_pretrained` tells with `output_loading_info`.
-        path: The folder, or the name on the hub.
+        model: Loaded model.
+        found: Loading info of `from_pretrained`.
+        path: Folder, or name on the hub.
 
     Raises:
         ConfigError: a weight is missing, or has another shape.
     """
     weights = [name for name, _ in model.named_parameters()]
     other = [
-        f"{name} is {_shape(there)}, and {_shape(wanted)} by config.json"
-        for name, there, wanted in sorted(found["mismatched_keys"])
+        f"{name} is {_shape(stored)}, and {_shape(wanted)} by config.json"
+        for name, stored, wanted in sorted(found["mismatched_keys"])
     ]
     if other:
         raise ConfigError(
-            f"spec.model.source: the files of {path} are not those of its config.json "
+            f"spec.model.source: the files of {path} do not match its config.json "
             f"({_named(other, '; ')}); take both from one model"
         )
     absent = set(found["missing_keys"])
@@ -44,8 +43,8 @@ def refuse_random_weights(model: "PreTrainedModel", found: Mapping[str, Any], pa
     if missing:
         raise ConfigError(
             f"spec.model.source: the files of {path} lack {len(missing)} of the model's "
-            f"{len(weights)} weights ({_named(missing)}), which would be random; copy them anew, "
-            "or name a model that was saved whole, with its language model head"
+            f"{len(weights)} weights ({_named(missing)}), which would be random; copy them "
+            "again, or use a complete model, with its language model head"
         )
 
 

@@ -1,8 +1,8 @@
-"""The kernels that torch's operator for packed documents lacks on a CPU.
+"""Register CPU kernels for torch's variable-length attention, which has none.
 
-Registered by `attention` where layers are compiled for a CPU: the compiler then meets the operator
-that it meets on a GPU, and no number of documents or length of one is in its graphs. Without
-compilation `attention` calls torch document by document, which needs no operator of its own.
+Called by `compile` if layers are compiled for a CPU: the compiler then sees the same operator as on
+a GPU, and its graphs depend neither on the number of documents nor on their lengths. Without
+compilation `attention` calls torch document by document, which needs no such operator.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @cache
 def register() -> None:
-    """Give the operator its CPU kernels, once in a process."""
+    """Register the CPU kernels of the operator, once per process."""
     from torch.nn.attention import varlen
 
     varlen._varlen_attn.register_kernel("cpu")(_forward)
@@ -33,7 +33,7 @@ def _forward(
     is_causal: bool = False,
     scale: float | None = None,
     window_size: list[int] | None = None,
-    *_: object,  # of paged caches
+    *_: object,  # arguments for paged caches
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T, H, D), the softmax's log-denominators (H, T), and an unused state."""
     output = torch.empty_like(query)
@@ -66,12 +66,12 @@ def _backward(
     grads = [torch.empty_like(source) for source in sources]
     for part, rows, band in _documents([query, key, value, grad_out], cu_seq_q, window_size):
         *inputs, slope = rows
-        # Once more, as the operator keeps its output and denominators too narrow for fp64.
+        # Recomputed: the dtypes of the stored output and denominators are too small for fp64.
         found, denominators = _attend(inputs, band, scale)
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        document_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             slope, *inputs, found, denominators, 0.0, band is None, attn_mask=band, scale=scale
         )
-        for grad, one, source in zip(grads, made, sources, strict=True):
+        for grad, one, source in zip(grads, document_grads, sources, strict=True):
             grouped = one[0].transpose(0, 1).unflatten(1, (source.shape[1], -1))
             grad[part] = grouped.sum(2)
     grad_query, grad_key, grad_value = grads
@@ -88,9 +88,9 @@ def _attend(rows: list[Tensor], band: Tensor | None, scale: float | None) -> tup
 def _documents(
     tensors: list[Tensor], bounds: Tensor, window_size: list[int] | None
 ) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
-    """Yield each document's place, its part of the tensors as (1, H, T, D), and the window.
+    """Yield the slice of each document, its part of the tensors as (1, H, T, D), and the window.
 
-    Keys and values are repeated for the heads that share them, and numbers are fp32 at least: on a
+    Keys and values are repeated for the heads that share them, and numbers are at least fp32: on a
     CPU torch's bf16 attention takes three times as long.
     """
     heads, dtype = tensors[0].shape[1], torch.promote_types(tensors[0].dtype, torch.float32)

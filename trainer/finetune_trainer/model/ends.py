@@ -1,4 +1,4 @@
-"""Find the two ends of a model, embedding and head, where each has weights of its own."""
+"""Find embedding and head of a model, if they do not share weights."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import nn
 
-# Families whose model takes rows of the embedding's weight by itself, here that of padding. Of all
-# of transformers 5.23 that were tried, no other does.
+# Families that read rows of the embedding's weight outside of its forward (the padding row). No
+# other tested family of transformers 5.23 does.
 _READ_OUTSIDE = frozenset({"gemma4"})
 
 
-def separate_ends(
+def untied_embedding_and_head(
     base: Any, layers: Sequence[nn.Module]
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Return embedding and head of a transformers model, which may have adapters inside.
 
-    Instead of a module is None where it has no weights, has one that is used elsewhere as well
-    (tied embeddings), or lies in one of `layers`.
+    Either is None if it has no weights, shares a weight with another module (tied embeddings), or
+    is part of `layers`.
     """
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if base.config.model_type in _READ_OUTSIDE:

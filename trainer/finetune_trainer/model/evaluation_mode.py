@@ -1,4 +1,4 @@
-"""Run a model without dropout for the length of a block."""
+"""Run a model without dropout within a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

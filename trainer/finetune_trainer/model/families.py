@@ -1,7 +1,8 @@
-"""What class and configuration say of a model, before its weights or any row are read.
+"""Check a model by its class and configuration, before weights or rows are read.
 
-Called by `rank` first of all. A model that cannot be trained on text is refused here; one that is
-known not to keep the documents of a pack apart gets a row for each. `isolation` measures the rest.
+Called by `rank` first. A model that cannot be trained on text is refused here; packing is turned
+off for a model that is known not to separate the documents of a pack. `isolation` measures the
+others.
 """
 
 import inspect
@@ -16,23 +17,23 @@ from finetune_trainer.model.load import load_settings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Families that need more than token ids, or compute something else than the next token.
+# Families that need more than token ids, or do not predict the next token.
 _NOT_TEXT_ALONE = {
     "blt": "reads bytes, cut into patches by a second model",
-    "cpmant": "reads all that it is given at once",
+    "cpmant": "attends to all of its input at once",
     "gemma4_assistant": "drafts for another model, whose states it needs",
     "gemma4_unified_assistant": "drafts for another model, whose states it needs",
-    "moshi": "speaks and writes at once",
-    "moss_transcribe_diarize": "writes down what it hears",
-    "musicgen": "continues codes of sounds, several a step",
-    "musicgen_melody": "continues codes of sounds, several a step",
+    "moshi": "generates speech and text at the same time",
+    "moss_transcribe_diarize": "transcribes speech",
+    "musicgen": "continues audio codes, several per step",
+    "musicgen_melody": "continues audio codes, several per step",
     "reformer": "numbers tokens on a grid that each row must fill",
     "rwkv": "cannot be trained without a kernel of its own",
-    "trocr": "reads images through an encoder that is another model",
+    "trocr": "reads images through a separate encoder",
     "xmod": "needs the language of each row",
-    "xlnet": "predicts tokens in any order, and sees both sides of each",
+    "xlnet": "predicts tokens in any order, with context on both sides",
 }
-# Packages without which a family cannot be built.
+# Packages that a family needs.
 _PACKAGES = {"gemma3n": "timm"}
 # Families that attend to later tokens unless their configuration says otherwise: encoders.
 ENCODERS = frozenset(
@@ -54,18 +55,18 @@ ENCODERS = frozenset(
         "xlm-roberta-xl",
     }
 )
-# Layers that read one token alone, or the tokens that a mask lets through. All others carry a
-# state, choose among tokens or sum up several of them, past any document's end.
+# Layers that read a single token, or the tokens that a mask admits. All others carry a state,
+# select tokens or combine several, across the ends of documents.
 _MASKED_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 )
 
 
-def settle_family(config: TrainConfig, warn: Callable[[str], None]) -> TrainConfig:
-    """Return the configuration with which this model can be trained: perhaps without packing.
+def resolve_packing(config: TrainConfig, warn: Callable[[str], None]) -> TrainConfig:
+    """Return the configuration, with packing turned off if this model does not allow it.
 
     Raises:
-        ConfigError: the model cannot be trained, or not as it is asked.
+        ConfigError: the model cannot be trained, or not with the requested settings.
     """
     settings = load_settings(config.model)
     _refuse(config, settings)
@@ -74,25 +75,26 @@ def settle_family(config: TrainConfig, warn: Callable[[str], None]) -> TrainConf
 
 
 def without_packing(config: TrainConfig, fault: str, warn: Callable[[str], None]) -> TrainConfig:
-    """Give each row a sequence of its own, and say so; `fault` says what packing would do.
+    """Turn packing off and warn; `fault` is the reason.
 
     Raises:
-        ConfigError: the job asks for packing.
+        ConfigError: the job requests packing.
     """
     if config.data.is_packing_asked:
         raise ConfigError(f"spec.training.packing true: {fault}; set it to false, or remove it")
     warn(
         f"rows are not packed: {fault}. Each row is a sequence of its own, and "
-        "spec.training.globalBatchSize counts rows; set spec.training.packing to false to say so"
+        "spec.training.globalBatchSize counts rows; set spec.training.packing to false to silence "
+        "this warning"
     )
     data = config.data.model_copy(update={"packing": False})
     return config.model_copy(update={"data": data})
 
 
 def takes_positions(model_class: type) -> bool:
-    """Say whether a model's forward takes positions, which mark where documents begin."""
+    """Whether the model's forward takes positions, which mark the start of documents."""
     names = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    return "position_ids" in names or "input_ids" not in names  # it passes on all arguments
+    return "position_ids" in names or "input_ids" not in names  # forward passes on all arguments
 
 
 def _class_of(settings: "PretrainedConfig") -> Any:
@@ -107,11 +109,12 @@ def _refuse(config: TrainConfig, settings: "PretrainedConfig") -> None:
     field = f"spec.model.source {config.model.path} is of the family {kind}"
     if _class_of(settings) is None:
         raise ConfigError(
-            f"{field}, of which transformers has no causal language model; use a decoder-only model"
+            f"{field}, for which transformers has no causal language model; use a decoder-only "
+            "model"
         )
     if settings.is_encoder_decoder:
         raise ConfigError(
-            f"{field}, an encoder with a decoder, and the decoder alone answers nothing; use a "
+            f"{field}, an encoder-decoder model, whose decoder alone cannot continue text; use a "
             "decoder-only model"
         )
     if kind in _NOT_TEXT_ALONE:
@@ -123,19 +126,19 @@ def _refuse(config: TrainConfig, settings: "PretrainedConfig") -> None:
     text = settings.get_text_config()
     if setting := _attends_to_later(settings):
         raise ConfigError(
-            f"{field}, and its config.json has {setting}: every token sees those that it is to "
-            "predict; use a decoder-only model, or a config.json of one"
+            f"{field}, and its config.json has {setting}: attention is not causal; use a "
+            "decoder-only model, or its config.json"
         )
     if getattr(text, "output_router_logits", False):
         raise ConfigError(
             f"{field}, and its config.json has output_router_logits true: the router's own loss is "
-            "not computed here, as no sum over micro-batches and ranks gives it; set it to false"
+            "not computed, because it is not a sum over micro-batches and ranks; set it to false"
         )
     _refuse_rotary(config, text)
 
 
 def _attends_to_later(settings: "PretrainedConfig") -> str:
-    """Name the setting by which tokens see later ones; empty where there is none."""
+    """Return the setting that makes attention non-causal; empty if there is none."""
     text = settings.get_text_config()
     if settings.model_type in ENCODERS and not settings.is_decoder:
         return "is_decoder false"
@@ -149,15 +152,15 @@ def _attends_to_later(settings: "PretrainedConfig") -> str:
 
 
 def _packing_fault(config: TrainConfig, settings: "PretrainedConfig") -> str | None:
-    """Say why rows cannot share a sequence; None where nothing speaks against it yet."""
+    """Return why rows cannot share a sequence; None if no reason is known yet."""
     model_class, text = _class_of(settings), settings.get_text_config()
     name = model_class.__name__
     kinds = set(getattr(text, "layer_types", None) or ()) - _MASKED_LAYERS
     if model_class._is_stateful or kinds:
         what = f"layers ({', '.join(sorted(kinds))})" if kinds else "layers"
-        return f"{name} has {what} that reach past the end of a document"
+        return f"{name} has {what} that reach across the end of a document"
     if not takes_positions(model_class):
-        return f"{name} takes no positions, which mark where documents begin"
+        return f"{name} takes no positions, which mark the start of documents"
     for form in _rotary(text):
         if form["rope_type"] == "longrope" and config.data.max_seq_len > _known(form, text):
             return (
@@ -168,17 +171,17 @@ def _packing_fault(config: TrainConfig, settings: "PretrainedConfig") -> str | N
 
 
 def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
-    """Refuse rotary scaling by which a row would depend on others, packed or not."""
+    """Refuse rotary scaling that would make a row depend on others, packed or not."""
     longest = config.data.max_seq_len
     for form in _rotary(text):
         kind, known = form["rope_type"], _known(form, text)
         if longest <= known:
             continue
-        field = f"spec.training.maxSeqLength {longest} goes beyond {known}, from where"
+        field = f"spec.training.maxSeqLength {longest} exceeds {known}, above which"
         if "dynamic" in kind:
             raise ConfigError(
-                f"{field} the model's rotary scaling ({kind}) follows the longest row that it has "
-                f"ever seen; lower it to {known}"
+                f"{field} the model's rotary scaling ({kind}) follows the longest row so far; "
+                f"lower it to {known}"
             )
         if kind == "longrope" and config.training.micro_batch_size > 1:
             raise ConfigError(
@@ -188,7 +191,7 @@ def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
 
 
 def _rotary(text: "PretrainedConfig") -> Iterator[Mapping[str, Any]]:
-    """Yield the forms of rotary positions: one, or one for each kind of layer."""
+    """Yield the forms of rotary positions: a single form, or one per kind of layer."""
     found = getattr(text, "rope_parameters", None) or {}
     for form in [found, *(value for value in found.values() if isinstance(value, dict))]:
         if "rope_type" in form:
@@ -196,7 +199,7 @@ def _rotary(text: "PretrainedConfig") -> Iterator[Mapping[str, Any]]:
 
 
 def _known(form: Mapping[str, Any], text: "PretrainedConfig") -> int:
-    """Return the length up to which scaling is the same for every row."""
+    """Return the length up to which scaling does not depend on the row."""
     lengths = (
         form.get("original_max_position_embeddings"),
         getattr(text, "original_max_position_embeddings", None),

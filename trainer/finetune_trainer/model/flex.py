@@ -1,8 +1,8 @@
-"""Attention by torch's flex: causal, inside documents, in a window, with a cap on the scores.
+"""Attend with torch's flex attention: causal, within documents and a window, with capped scores.
 
-The kernel for models that `attention`'s cannot serve, as Gemma 2. A mask of blocks says which parts
-of the scores exist at all; it is made of documents' numbers by a few operations on tiny tensors,
-never of a pack's length squared, and nothing waits for the device.
+The kernel for models that the kernel of `attention` does not support, such as Gemma 2. A block mask
+selects the blocks of scores to compute. It is built from document numbers by a few operations on
+tiny tensors, never quadratic in the length of a pack, and without a host-device synchronisation.
 """
 
 from functools import cache
@@ -17,11 +17,11 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.compiler import compile_backward_at_once, reason_of
 
 NAME = "documents_flex"
-_BLOCK = 128  # positions; flex's own
+_BLOCK = 128  # positions; the block size of flex attention
 
 
 def documents_as_mask(position_ids: Tensor) -> Tensor:
-    """Return the number of each position's document (B, 1, 1, T), as models pass masks on."""
+    """Return the document number of each position (B, 1, 1, T), in the shape of a mask."""
     return (position_ids == 0).cumsum(1).int()[:, None, None]
 
 
@@ -35,13 +35,13 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside the documents that `attention_mask` numbers; any other mask is added.
+    """Attend within the documents that `attention_mask` numbers; other masks are added.
 
     Returns:
         The output (B, T, H, D).
     """
     softcap = kwargs.get("softcap")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # positions may have widened them
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions may promote
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return _attend_densely(query, key, value, attention_mask, scaling, softcap), None
     mask = block_mask(attention_mask[:, 0, 0], kwargs.get("sliding_window") or 0)
@@ -50,8 +50,8 @@ def attend(
         assert softcap is not None
         return torch.tanh(score / softcap) * float(softcap)
 
-    # Inside a compiled layer it is part of the graph.
-    kernel: Any = flex_attention if torch.compiler.is_compiling() else _alone
+    # Within a compiled layer the kernel is part of the graph.
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _uncompiled_call
     output = kernel(
         query,
         key,
@@ -61,16 +61,16 @@ def attend(
         scale=scaling,
         enable_gqa=True,
     )
-    assert isinstance(output, Tensor), "nothing else was asked for"
+    assert isinstance(output, Tensor), "no other output was requested"
     return output.transpose(1, 2).contiguous(), None
 
 
 def block_mask(documents: Tensor, window: int) -> BlockMask:
-    """Return which blocks of the scores exist, and which of them wholly.
+    """Return the partial and the full blocks of the scores.
 
     Args:
-        documents: (B, T) numbers that never fall along a row.
-        window: How many positions a token sees, itself included; 0 is all before it.
+        documents: (B, T) document numbers, non-decreasing along a row.
+        window: Number of positions that a token sees, including itself; 0 for all earlier ones.
     """
     length = documents.shape[1]
 
@@ -78,13 +78,15 @@ def block_mask(documents: Tensor, window: int) -> BlockMask:
         is_seen = (seen <= asking) & (documents[row, seen] == documents[row, asking])
         return is_seen & (asking - seen < window) if window else is_seen
 
-    # Beyond the end is another document, which leaves no last block that is not full as if it were.
+    # Padding is another document, so a last block that is not full is not treated as full.
     beyond = torch.iinfo(documents.dtype).max
     blocks = functional.pad(documents, (0, -length % _BLOCK), value=beyond)
     blocks = blocks.unflatten(1, (-1, _BLOCK))
     first, last = blocks[..., 0], blocks[..., -1]
     places = torch.arange(blocks.shape[1], device=documents.device)
-    apart = _BLOCK * (places[:, None] - places)  # positions, of queries' block and keys' block
+    apart = _BLOCK * (
+        places[:, None] - places
+    )  # positions between the block of queries and the block of keys
     exists = (apart >= 0) & (last[:, None, :] >= first[:, :, None])
     is_whole = (apart > 0) & (first[:, None, :] == last[:, :, None])
     if window:
@@ -100,13 +102,13 @@ def block_mask(documents: Tensor, window: int) -> BlockMask:
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of blocks has (B, 1, Q), and their places first."""
+    """Return the number of blocks per row (B, 1, Q), and all block indices, counted ones first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     places = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[:, None], places[:, None]
 
 
-def _alone(query: Tensor, *given: Any, **options: Any) -> Any:
+def _uncompiled_call(query: Tensor, *given: Any, **options: Any) -> Any:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
@@ -119,10 +121,10 @@ def _alone(query: Tensor, *given: Any, **options: Any) -> Any:
 
 @cache
 def _compiled(device_type: str) -> Any:
-    """Return flex for layers that are not compiled.
+    """Return flex attention for layers that are not compiled.
 
-    As it is it would make all scores, and under recomputation its gradients are not numbers
-    (torch 2.13). The compiler has no backward for a CPU, where the graph is run as it is.
+    Uncompiled, it would materialise all scores, and its gradients under recomputation are NaN
+    (torch 2.13). On a CPU the compiler has no backward, so the graph runs uncompiled.
     """
     compile_backward_at_once()
     return torch.compile(
@@ -138,7 +140,7 @@ def _attend_densely(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend with a mask to add to the scores: for answers, which are made with a cache."""
+    """Attend with an additive mask, for generation, which uses a cache."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,7 +1,7 @@
-"""Multiply matrices in float8 (torchao), where that leaves the loss as it is.
+"""Multiply matrices in float8 (torchao), if that leaves the loss unchanged within 1 %.
 
-`prepare` puts the layers in before a strategy divides the model, which needs no weights; `rank` has
-the loss compared once it is divided, so that no rank holds it whole for that.
+`prepare` inserts the layers before a strategy shards the model, which needs no weights. `rank`
+compares the loss after sharding, so no rank has to hold the whole model for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of
 
-_TOLERANCE = 0.01  # share of the loss without it
+_TOLERANCE = 0.01  # relative to the loss without float8
 
 Evaluate = Callable[[dict[str, Tensor]], Tensor]
 """A forward pass without gradients: `Strategy.evaluate`."""
 
 
 def use_float8(module: CausalLoss, device: torch.device, *, emulate: bool = False) -> None:
-    """Give the decoder layers linear layers that multiply in float8; weights stay as they are.
+    """Convert the linear layers of the decoder to float8 multiplication; weights keep their dtype.
 
-    With `emulate` numbers are rounded as float8 does, but multiplied as before, for devices
-    without it.
+    With `emulate` numbers are rounded to float8 but multiplied as before, for devices without
+    float8.
 
     Raises:
         ConfigError: the device has no float8, or the layers are not found.
@@ -52,14 +52,14 @@ def use_float8(module: CausalLoss, device: torch.device, *, emulate: bool = Fals
 
 
 def check_float8(module: CausalLoss, evaluate: Evaluate, inputs: dict[str, Tensor]) -> None:
-    """Compare the loss of one batch with and without float8; a collective, the same on every rank.
+    """Compare the loss of a batch with and without float8; a collective.
 
-    Every rank must give the same batch. The host waits for both losses.
+    Every rank must pass the same batch and gets the same result. The host waits for both losses.
 
     Raises:
         ConfigError: the losses differ by more than 1 %.
     """
-    # Compiled for this once, the layers without float8 would take minutes.
+    # Compiling the layers without float8 just for this would take minutes.
     with in_evaluation_mode(module.model), torch.compiler.set_stance("force_eager"):
         after = evaluate(inputs)
         with _without_float8(module):
@@ -73,7 +73,7 @@ def check_float8(module: CausalLoss, evaluate: Evaluate, inputs: dict[str, Tenso
 
 
 def undo_float8(model: nn.Module) -> None:
-    """Give a model that only answers and is exported its plain linear layers back."""
+    """Restore the plain linear layers of a model that only generates and is exported."""
     float8 = set(_float8_layers(model))
     for owner in list(model.modules()):
         for name, layer in owner.named_children():
@@ -82,7 +82,7 @@ def undo_float8(model: nn.Module) -> None:
 
 
 def _plain(layer: nn.Module) -> nn.Linear:
-    assert isinstance(layer, nn.Linear), "it is a subclass"
+    assert isinstance(layer, nn.Linear), "Float8Linear is a subclass"
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias
     return plain

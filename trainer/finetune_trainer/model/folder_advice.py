@@ -1,4 +1,4 @@
-"""What to do about a model's folder that a library could not read, by the files that are there."""
+"""Suggest a remedy for a model folder that a library could not read, by its files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,25 +9,25 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 def about_weights(path: str) -> str:
-    """Return the remedy for a folder without weights that can be read; empty where it has some."""
+    """Return the remedy for a folder without readable weights; empty if it has some."""
     folder = Path(path)
     if not folder.is_dir() or _first(folder, _WEIGHTS):
         return ""
     if pickle := _first(folder, _PICKLES):
         return (
-            f"{pickle} is a pickle, which may hold code and is never read; load the model where "
-            "you trust it, and save_pretrained writes safetensors"
+            f"{pickle} is a pickle, which may contain code and is never read; load the model "
+            "on a machine where you trust it and write safetensors with save_pretrained"
         )
     if (folder / "adapter_config.json").is_file():
         return (
-            "it holds an adapter and no model; name the model that it is for, and to go on with "
-            "the adapter name its folder in spec.method.lora.startFrom"
+            "it holds an adapter and no model; use the base model of the adapter, and to continue "
+            "training the adapter set spec.method.lora.startFrom to its folder"
         )
     return "it has no model.safetensors; copy the weights there"
 
 
 def about_tokenizer(path: str) -> str:
-    """Return the remedy for a folder without a tokenizer; empty where it has files of one."""
+    """Return the remedy for a folder without a tokenizer; empty if it has tokenizer files."""
     folder = Path(path)
     if not folder.is_dir() or _first(folder, _TOKENIZERS):
         return ""

@@ -1,7 +1,7 @@
-"""The head and the cross-entropy in one: logits of all positions never exist together.
+"""Fuse head and cross-entropy, so the logits of all positions never exist at the same time.
 
-Called by `loss`. The function sits in the head's own `forward`, where FSDP2 and ZeRO-3 have
-gathered its weight and reduce its gradient; anywhere else they give wrong ones without a word.
+Called by `loss`. The function runs in the head's own `forward`, where FSDP2 and ZeRO-3 have
+gathered its weight and reduce its gradient; anywhere else the gradients would silently be wrong.
 """
 
 import copy
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# Bytes of the logits of one chunk; what lives beside them is at most as much again. On a GPU a
-# product of few rows would leave it idle: these are 1,046 rows of 128,256 logits.
+# Bytes of the logits of one chunk; other temporaries take at most as much again. A product of few
+# rows would leave a GPU idle: these are 1,046 rows of 128,256 logits.
 _CHUNK_BYTES = 2**29
 _CHUNK_BYTES_ON_CPU = 2**25
-_BYTES_BESIDE_A_ROW = 64  # its target, maximum, sum and loss
+_OTHER_BYTES_PER_ROW = 64  # target, maximum, sum and loss of a row
 
 
 @dataclass(frozen=True)
 class OutputForm:
-    """What a model's own forward makes of its head's output x: cap * tanh(scale * x / cap).
+    """Transformation of the head's output x by the model: cap * tanh(scale * x / cap).
 
     Attributes:
         scale: Factor on the head's output.
         cap: Bound of the logits; 0 for none.
-        place: Object and attribute that hold it, and the value there that leaves x alone.
+        place: Object and attribute that hold the parameter, and its neutral value.
     """
 
     scale: float = 1.0
@@ -37,7 +37,7 @@ class OutputForm:
     place: tuple[Any, str, float | None] | None = None
 
     def to_logits_(self, head_output: Tensor) -> Tensor:
-        """Return the logits in at least fp32; a head's output as wide as that is overwritten."""
+        """Return the logits in at least fp32; overwrites a head output of that dtype."""
         logits = head_output.to(torch.promote_types(head_output.dtype, torch.float32))
         if self.scale != 1:
             logits.mul_(self.scale)
@@ -46,9 +46,9 @@ class OutputForm:
         return logits
 
     def to_output_gradient_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """Turn the gradient by the logits into that by the head's output; both are overwritten.
+        """Convert the gradient by the logits to the gradient by the head's output, in place.
 
-        The logits are needed where they have a cap, d tanh(x) / dx = 1 - tanh(x)^2.
+        Capped logits are needed, d tanh(x) / dx = 1 - tanh(x)^2, and overwritten.
         """
         if logits is not None:
             gradient.mul_(logits.div_(self.cap).square_().neg_().add_(1))
@@ -58,7 +58,7 @@ class OutputForm:
 
     @contextmanager
     def left_to_head(self) -> Iterator[None]:
-        """Keep the model from doing it again to what the fused head returns."""
+        """Neutralise the transformation in the model, because the fused head applies it."""
         if self.place is None:
             yield
             return
@@ -83,7 +83,7 @@ class FusedHead(nn.Linear):
 
     @contextmanager
     def summing(self, targets: Tensor) -> Iterator[None]:
-        """Meanwhile return the summed loss (1, 1, 1) of hidden (1, K, D) for `targets` (K,)."""
+        """Let `forward` return the summed loss (1, 1, 1) of hidden (1, K, D) for `targets` (K,)."""
         self._targets = targets
         try:
             with self._form.left_to_head():
@@ -92,23 +92,23 @@ class FusedHead(nn.Linear):
             self._targets = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., V), or the loss inside `summing`."""
+        """Return logits (..., V), or the loss within `summing`."""
         if self._targets is None:
             return super().forward(hidden)
         loss = linear_cross_entropy(
             hidden[0], self.weight, self.bias, self._targets, form=self._form
         )
-        return loss.view(1, 1, 1).clone()  # FSDP's hook for backward must not sit on a view
+        return loss.view(1, 1, 1).clone()  # FSDP's backward hook must not be on a view
 
 
 def fuse_head(base: Any) -> FusedHead | None:
-    """Put a fused head into a transformers model; None where that would not be the same loss.
+    """Insert a fused head into a transformers model; None if the loss would not be the same.
 
-    That is so for a head that is no plain linear layer (adapters, quantised weights) and for a
-    model that does something unknown to the head's output.
+    It is not the same for a head that is not a plain linear layer (adapters, quantised weights) and
+    for a model with an unknown transformation of the head's output.
     """
     head = base.get_output_embeddings()
-    # A head deeper inside is shared with the copy that stand-ins are put into.
+    # A nested head would be shared with the copy that gets the stand-ins.
     is_plain = type(head) is nn.Linear and any(head is child for child in base.children())
     form = _output_form(base, head.out_features) if is_plain else None
     if form is None:
@@ -129,9 +129,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the summed cross-entropy, a scalar in fp32 (fp64 for fp64).
 
-    Gradients are made in the forward pass, as the logits are at hand only there. Besides them, and
-    the copy of the weight that autocast makes, at most 2 `chunk_bytes` are alive at any time (two
-    rows of logits, if that is more).
+    Gradients are computed in the forward pass, because the logits exist only there. In addition to
+    the gradients and the autocast copy of the weight, at most 2 `chunk_bytes` are alive at any time
+    (two rows of logits, if that is more).
     """
     usual = _CHUNK_BYTES_ON_CPU if hidden.device.type == "cpu" else _CHUNK_BYTES
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -153,22 +153,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         device = hidden.device.type
-        narrow = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if narrow else weight.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else weight.dtype
+        accumulate_dtype = torch.promote_types(dtype, torch.float32)
         weight_cast = weight.to(dtype)
         bias_cast = None if bias is None else bias.to(dtype)
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        loss = torch.zeros((), dtype=accumulate_dtype, device=hidden.device)
         sources = (hidden, weight, bias)
         grads = [
-            torch.zeros_like(source, dtype=wide)
+            torch.zeros_like(source, dtype=accumulate_dtype)
             if with_gradients and needed and source is not None
             else None
             for source, needed in zip(sources, ctx.needs_input_grad, strict=False)
         ]
         grad_hidden, grad_weight, grad_bias = grads
-        logits_and_input = len(weight) * wide.itemsize + weight.shape[1] * dtype.itemsize
-        rows = max(1, chunk_bytes // (logits_and_input + _BYTES_BESIDE_A_ROW))
+        row_bytes = len(weight) * accumulate_dtype.itemsize + weight.shape[1] * dtype.itemsize
+        rows = max(1, chunk_bytes // (row_bytes + _OTHER_BYTES_PER_ROW))
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
             inputs, wanted = hidden[part].to(dtype), targets[part, None]
@@ -187,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del gradient
         del grad_hidden, grad_weight, grad_bias
         ctx.grads = []
-        for source in sources:  # each sum goes as soon as its gradient is there
+        for source in sources:  # frees each sum as soon as its gradient exists
             grad = grads.pop(0)
             ctx.grads.append(None if grad is None or source is None else grad.to(source.dtype))
         return loss
@@ -207,9 +207,9 @@ def _loss_and_gradient(
     form: OutputForm,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of one chunk, and its gradient by the head's output.
+    """Return the summed loss of a chunk, and its gradient by the head's output.
 
-    At most two tensors of (R, V) are alive at a time, which is why each is let go by name.
+    At most two tensors of (R, V) are alive at a time, hence the explicit `del` statements.
     """
     logits = form.to_logits_(functional.linear(inputs, weight, bias))
     log_probs = logits.log_softmax(-1)
@@ -230,27 +230,27 @@ def _add_product(
     total: Tensor,  # (V, D)
     gradient: Tensor,  # (R, V)
     inputs: Tensor,  # (R, D)
-    most_bytes: int,
+    max_bytes: int,
 ) -> None:
-    """Add gradient.T @ inputs to a total that may be wider, with `most_bytes` of memory besides."""
+    """Add gradient.T @ inputs to `total`, whose dtype may be larger, within `most_bytes`."""
     if total.dtype == inputs.dtype:
         total.addmm_(gradient.T, inputs)
         return
-    rows = max(1, most_bytes // (inputs.shape[1] * inputs.dtype.itemsize))
+    rows = max(1, max_bytes // (inputs.shape[1] * inputs.dtype.itemsize))
     for start in range(0, len(total), rows):
         part = slice(start, start + rows)
         total[part] += gradient[:, part].T @ inputs
 
 
 def _output_form(base: Any, vocabulary: int) -> OutputForm | None:
-    """Read off the model's own forward, run around stand-ins, what becomes of the head's output."""
+    """Return the transformation of the head's output, verified by the model's own forward."""
     form = _declared_form(base)
     values = torch.linspace(-40, 40, vocabulary)[None, None]
     try:
         given = _around(base, values)
         with form.left_to_head():
             alone = _around(base, values)
-    except Exception:  # a forward of another build than the stand-ins suppose: it is unknown
+    except Exception:  # the stand-ins do not fit this forward: unknown transformation
         return None
     is_known = given.shape == values.shape and torch.allclose(
         given, form.to_logits_(values.clone())
@@ -280,7 +280,7 @@ def _around(base: Any, head_output: Tensor) -> Tensor:
 
 
 class _BodyOutput(tuple[Tensor]):
-    """Hidden states under either name, and None for everything else that a model may ask for."""
+    """Hidden states under either name, and None for all other attributes."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None

@@ -1,8 +1,8 @@
-"""Which base model this is: by its name, and by what is in it.
+"""Identify the base model by its name and by its content.
 
-`rank` asks before it loads anything, and writes the answers into each checkpoint. A name says
-little: weights of the same sizes may take each other's place in a folder, as those of Base and
-Instruct do, and a branch of the hub moves.
+`rank` calls it before loading, and stores the fingerprints in each checkpoint. A name is not
+enough: weights of the same sizes, such as Base and Instruct, may replace each other in a folder,
+and a branch of the hub moves.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from finetune_trainer.world import World, gather_objects
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PINNED = "commit:"
-# Of each tensor so many pieces of so many bytes, evenly spread: 256 numbers in bf16. Other weights
-# of the same shape differ in nearly all of them.
+# Sample of each tensor: evenly spread pieces, 256 numbers in bf16. Other weights of the same shape
+# differ in nearly all of them.
 _PIECES, _PIECE_BYTES = 8, 64
 
 
@@ -37,7 +37,7 @@ class RecordedBase(Protocol):
 
 
 def model_fingerprint(config: ModelConfig) -> str:
-    """Identify what is asked for: hub name and revision, or a folder's configuration and sizes."""
+    """Identify the requested model: hub name and revision, or configuration and file sizes."""
     folder = Path(config.path)
     if not folder.is_dir():
         return f"{config.path}@{config.revision or 'main'}"
@@ -50,11 +50,11 @@ def model_fingerprint(config: ModelConfig) -> str:
 def weights_fingerprint(config: ModelConfig) -> str:
     """Identify the base weights by content: the hub's commit, or a sample of every tensor.
 
-    The sample is of the files, so it is the same in every precision, on any number of ranks and
-    however the tensors are divided over files. It reads half a KiB of each tensor.
+    The files are sampled, so the result does not depend on precision, number of ranks or the
+    division of tensors over files. Half a KiB of each tensor is read.
 
     Args:
-        config: As `pinned` returned it.
+        config: Result of `pinned`.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -74,14 +74,14 @@ def weights_fingerprint(config: ModelConfig) -> str:
 def pinned(
     config: TrainConfig, world: World, recorded: Callable[[], RecordedBase | None]
 ) -> TrainConfig:
-    """Return the configuration with the commit that the hub's revision means; a collective.
+    """Return the configuration with the commit of the hub's revision; a collective.
 
-    A branch may move between two attempts, and while the ranks of one are loading: what the first
-    attempt found stands in its checkpoints, and every later one that goes on from there takes it.
+    A branch may move between two attempts, and while the ranks of an attempt are loading. The first
+    attempt stores the commit in its checkpoints, and later attempts that resume from them use it.
 
     Args:
         config: Names the model and its revision.
-        world: The ranks, which all get the same commit.
+        world: The ranks; all of them get the same commit.
         recorded: Reads the base model of the checkpoint to resume from, or returns None if there
             is no checkpoint. Called on rank 0 only.
 
@@ -117,7 +117,7 @@ def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load."""
+    """Return the weight files that transformers would load."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -128,7 +128,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield a description and some bytes of each tensor in a file of safetensors."""
+    """Yield a description and sampled bytes of each tensor in a safetensors file."""
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         header: dict[str, Any] = json.loads(content.read(length))

@@ -1,8 +1,9 @@
-"""Measure, on the model as it will be trained, what a token's prediction depends on.
+"""Measure the tokens that a prediction depends on, with the model that will be trained.
 
-Called by `rank` once a strategy has wrapped the model, on every rank alike: two passes without
-gradients over a few dozen tokens. Whatever makes documents see each other (a mask made without
-positions, a state, a cache that a wrapper turned on) shows here, as only the result is measured.
+Called by `rank` on every rank once a strategy has wrapped the model: two passes without gradients
+over a few dozen tokens. Only the result is measured, so every cause of leaks between documents
+shows
+here: a mask built without positions, a state, a cache that a wrapper turned on.
 """
 
 import math
@@ -20,15 +21,15 @@ from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.families import without_packing
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 
-LIMIT = 0.02  # the weakest leak that is known makes 0.057
-# A pass of another shape is rounded otherwise: in bf16 that makes 0.023 after 30 layers.
+LIMIT = 0.02  # the weakest known leak gives 0.057
+# A pass of another shape rounds differently: in bf16 that gives 0.023 after 30 layers.
 NARROW_LIMIT = 0.1
 
 Evaluate = Callable[[dict[str, Tensor]], Tensor]
 """A forward pass without gradients: `Strategy.evaluate`."""
 
 Row = tuple[list[int], ...]
-"""Documents, as places in a list of tokens; the last one is measured."""
+"""Documents, as positions in a list of tokens; the last document is measured."""
 
 _NEIGHBOURS, _OTHERS, _LAST = ([0, 1, 2], [3, 4]), ([1, 2, 3, 4], [5]), [5, 6, 7, 8]
 _OTHER_START, _OTHER_END = [_LAST[0] + 1, *_LAST[1:]], [*_LAST[:-1], _LAST[-1] + 1]
@@ -36,12 +37,13 @@ _OTHER_START, _OTHER_END = [_LAST[0] + 1, *_LAST[1:]], [*_LAST[:-1], _LAST[-1] +
 
 @dataclass(frozen=True)
 class Influence:
-    """What changes the hidden states of a document, each as a share of what its first token does.
+    """Changes of a document's hidden states, relative to the effect of its own first token.
 
     Attributes:
-        neighbours: Other documents before it in its pack, with other bounds; 0 without packing.
-        alone: No documents before it, and tokens numbered by the model itself: as in inference.
-        later_tokens: Its own last token, on those before it.
+        neighbours: Effect of other preceding documents with other bounds; 0 without packing.
+        alone: Effect of removing the preceding documents and letting the model number the tokens,
+            as in inference.
+        later_tokens: Effect of the last token on the tokens before it.
     """
 
     neighbours: float
@@ -49,12 +51,12 @@ class Influence:
     later_tokens: float
 
     def is_isolated(self, precision: str) -> bool:
-        """Say whether the document is what it would be alone, but for rounding."""
+        """Whether the document is the same as alone, except for rounding."""
         is_narrow = precision in ("bf16", "fp16")
         return self.neighbours <= LIMIT and self.alone <= (NARROW_LIMIT if is_narrow else LIMIT)
 
 
-def settle_isolation(
+def check_isolation(
     config: TrainConfig,
     module: CausalLoss,
     evaluate: Evaluate,
@@ -63,13 +65,13 @@ def settle_isolation(
     any_rank: Callable[[bool], bool],
     warn: Callable[[str], None],
 ) -> TrainConfig:
-    """Return the configuration that this model can be trained with: perhaps without packing.
+    """Return the configuration, with packing turned off if documents are not isolated.
 
-    `any_rank` says whether any rank votes so; all ranks decide alike.
+    `any_rank` returns whether the argument is true on any rank, so all ranks decide alike.
 
     Raises:
-        ConfigError: tokens see those that they are to predict; packing is asked for and documents
-            see each other; or the model's forward does not work on token ids.
+        ConfigError: attention is not causal, packing is requested and documents are not isolated,
+            or the model's forward does not work on token ids.
     """
     name = type(base_of(module.model)).__name__
     try:
@@ -88,18 +90,18 @@ def settle_isolation(
         ) from error
     if any_rank(not found.later_tokens <= LIMIT):
         raise ConfigError(
-            f"spec.model.source {config.model.path}: in {name} a token sees the ones after it, "
-            f"which it is to predict (they change {found.later_tokens:.0%} of what the first token "
-            "does); use a decoder-only model"
+            f"spec.model.source {config.model.path}: the attention of {name} is not causal (later "
+            f"tokens have {found.later_tokens:.0%} of the effect of the first token); use a "
+            "decoder-only model"
         )
     if not any_rank(not found.is_isolated(config.training.precision)):
         return config
-    module.gives_positions = False  # its own are others
+    module.gives_positions = False  # the model's own positions differ
     if not config.data.packing:
         return config
     fault = (
-        f"in {name} documents of a pack see each other (they change "
-        f"{max(found.neighbours, found.alone):.0%} of what a document's own first token does)"
+        f"in {name} documents of a pack affect each other (by "
+        f"{max(found.neighbours, found.alone):.0%} of the effect of a document's own first token)"
     )
     return without_packing(config, fault, warn)
 
@@ -107,9 +109,9 @@ def settle_isolation(
 def measure(
     module: CausalLoss, evaluate: Evaluate, config: TrainConfig, device: torch.device
 ) -> Influence:
-    """Make the passes and return what they show; nothing of the model or its random state changes.
+    """Run the passes and return the influence; model and random state are unchanged.
 
-    Where states are not finite nothing can be said, and the first step will say why.
+    If hidden states are not finite, all shares are 0, and the first step will report the reason.
     """
     rows: list[Row] = [(_LAST,), (_OTHER_START,), (_OTHER_END,)]
     if config.data.packing:
@@ -129,7 +131,7 @@ def measure(
     with torch.random.fork_rng(generators), in_evaluation_mode(module):
         states = states_of(*rows)
         gives_positions, module.gives_positions = module.gives_positions, False
-        try:  # as inference sees it
+        try:  # as in inference
             known = getattr(settings, "max_position_embeddings", None) or math.inf
             width = full_width if full_width and full_width <= known else None  # a table may end
             states = torch.cat([states, states_of((_LAST,), width=width)])
@@ -142,40 +144,40 @@ def measure(
     least = torch.finfo(first.dtype).tiny
     changes = [*(states[3:] - own).flatten(1).norm(dim=1), (other_end - own)[:-1].norm()]
     shares = torch.stack(changes) / first.clamp(min=least)
-    *neighbours, alone, later_tokens = shares.tolist()  # waits for the device
+    *neighbours, alone, later_tokens = shares.tolist()  # synchronises with the device
     return Influence(max(neighbours, default=0.0), alone, later_tokens)
 
 
 def _last_documents(
     module: CausalLoss, evaluate: Evaluate, batches: Sequence[MicroBatch], device: torch.device
 ) -> Tensor:
-    """Return what reaches the head at the last document of each row: (rows, tokens, D), fp32."""
-    with module.head_seen() as seen:
+    """Return the head's input for the last document of each row: (rows, tokens, D), fp32."""
+    with module.capture_head_inputs() as seen:
         for batch in batches:
             evaluate(loss_inputs(batch, device))
     if len(seen) != len(batches):
-        raise TypeError("its head is not given hidden states once a pass")
+        raise TypeError("its head does not get hidden states exactly once per pass")
     return torch.cat([states[0].float().view(-1, len(_LAST), states.shape[-1]) for states in seen])
 
 
 def _batches(
     rows: Sequence[Row], micro_batch_size: int, width: int | None, vocabulary: int
 ) -> list[MicroBatch]:
-    """Lay all rows out in one batch; with a `width`, each in a batch of the size that is trained.
+    """Lay out all rows in one batch; with a `width`, each row in a batch of the training size.
 
-    Compiled layers would be compiled once more for another size.
+    Compiled layers would be recompiled for another size.
     """
     if width is None:
-        return [_lay_out(rows, max(sum(map(len, row)) for row in rows), vocabulary)]
+        return [_collate(rows, max(sum(map(len, row)) for row in rows), vocabulary)]
     filler: Row = ([],)
     fillers = [filler] * (micro_batch_size - 1)
-    return [_lay_out([row, *fillers], width, vocabulary) for row in rows]
+    return [_collate([row, *fillers], width, vocabulary) for row in rows]
 
 
-def _lay_out(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:
-    """Return a batch (rows, width); every token of a row's last document has a target.
+def _collate(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:
+    """Return a batch (rows, width) in which every token of a row's last document has a target.
 
-    Token ids are from the middle of the vocabulary, as special tokens stand at its ends.
+    Token ids are from the middle of the vocabulary, because special tokens are at its ends.
     """
     ids, positions, targets = [], [], []
     for documents in rows:

@@ -1,11 +1,11 @@
-"""Take over results of a layer's first pass when the backward pass runs it a second time.
+"""Reuse results of a layer's first pass when the backward pass recomputes the layer.
 
-Used by `recompute` where layers are not compiled. `torch.utils.checkpoint` forgets every tensor
-that autograd saves in the first pass, and runs the layer again to have them. A function that is
-kept saves its own for good (the innermost hooks win), and in the second pass returns what it did
-in the first: that pass is run for the tensors that it saves, and its graph is thrown away. The
-host pays for each function that is kept; with a dispatch mode it pays for each operator, which
-took it 3.8 times as long as no recomputation.
+Used by `recompute` if layers are not compiled. `torch.utils.checkpoint` drops every tensor that
+autograd saves in the first pass, and reruns the layer to restore them. A retained function keeps
+its saved tensors (the innermost hooks win) and returns the results of the first pass in the second:
+that pass only restores saved tensors, and its graph is discarded. The overhead on the host is per
+retained function; a dispatch mode has overhead per operator, which took 3.8 times as long as no
+recomputation.
 """
 
 import threading
@@ -22,7 +22,7 @@ from finetune_trainer.errors import TrainerError
 
 
 class _Pass:
-    """While entered, the pass that this thread runs; backward has threads of its own."""
+    """Context of the pass that this thread runs; backward runs in threads of its own."""
 
     def __init__(self, results: list[tuple[Any, ...]], *, is_second: bool) -> None:
         self._results, self._is_second = results, is_second
@@ -43,13 +43,13 @@ class _Pass:
         _THREAD.current, self._outer = self._outer, None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function in the first pass, return in the second what it returned."""
+        """Call the function in the first pass, and return its result in both passes."""
         if self._is_second:
             self._next += 1
-            return _again(*self._results[self._next - 1])
-        with saved_tensors_hooks(_itself, _itself):
+            return _restored(*self._results[self._next - 1])
+        with saved_tensors_hooks(_identity, _identity):
             result = function(*args, **kwargs)
-        self._results.append(_noted(result))
+        self._results.append(_recorded(result))
         return result
 
 
@@ -63,17 +63,17 @@ def two_passes() -> tuple[_Pass, _Pass]:
 
 
 def keep_product(module: nn.Module) -> None:
-    """Keep what a module returns, a tensor.
+    """Retain the result of a module, a tensor.
 
-    Its backward pass must need no tensor but parameters, or those tensors are kept as well.
+    Its backward pass should need only parameters; any other tensor that it needs is retained, too.
     """
     module.forward = partial(_run, module.forward)
 
 
 def keep_attention(base: Any) -> None:
-    """Keep the result of the attention that a transformers model has been given.
+    """Retain the result of the attention function selected for a transformers model.
 
-    Attention that a model has in its own file is computed again, and so is one with dropout: a
+    Attention implemented in the model's own file is recomputed. Attention with dropout is, too: a
     second pass without it would draw other random numbers afterwards.
     """
     from transformers import AttentionInterface
@@ -103,27 +103,27 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return current.run(function, *args, **kwargs)
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _noted(result: Any) -> tuple[Any, ...]:
+def _recorded(result: Any) -> tuple[Any, ...]:
     if isinstance(result, tuple):
-        return tuple, [_noted(part) for part in result]
+        return tuple, [_recorded(part) for part in result]
     if not isinstance(result, Tensor):
         return None, result
     return Tensor, result.detach(), result.requires_grad, result._version
 
 
-def _again(kind: Any, *noted: Any) -> Any:
+def _restored(kind: Any, *recorded: Any) -> Any:
     if kind is tuple:
-        return tuple(_again(*part) for part in noted[0])
+        return tuple(_restored(*part) for part in recorded[0])
     if kind is None:
-        return noted[0]
-    kept, requires_grad, version = noted
-    if kept._version != version:
+        return recorded[0]
+    tensor, requires_grad, version = recorded
+    if tensor._version != version:
         raise TrainerError(
-            "spec.strategy.activationCheckpointing selective: this model changes in place what a "
-            "layer's product or attention returns; use full or none"
+            "spec.strategy.activationCheckpointing selective: this model modifies the result of a "
+            "layer's product or attention in place; use full or none"
         )
-    return kept.detach().requires_grad_(requires_grad)
+    return tensor.detach().requires_grad_(requires_grad)

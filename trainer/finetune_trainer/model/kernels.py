@@ -1,9 +1,9 @@
-"""Choose what computes attention: `spec.training.attention`.
+"""Choose the attention kernel: `spec.training.attention`.
 
-Called by `prepare`. `varlen` (`attention`) is the fastest and serves most models on a GPU of 2020
-or later, and on a CPU; `flex` serves what it cannot; `model` is the model's own, with a mask of a
-pack's length squared. What a manifest asks for and cannot have is refused; what the default cannot
-use because of the card is said once.
+Called by `prepare`. `varlen` (`attention`) is the fastest and supports most models on a GPU of 2020
+or later, and on a CPU. `flex` supports models that it does not. `model` is the model's own, with a
+mask quadratic in the length of a pack. A requested kernel that cannot be used is refused; a default
+that the GPU does not support gives one warning.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ import torch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import attention, flex
 
-_FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton want
+_FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton need
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a GPU and its software can do.
+    """Capabilities of a GPU and its software.
 
     Attributes:
-        capability: NVIDIA's number of what its kernels may use: (9, 0) is Hopper.
-        has_triton: Whether the compiler of kernels is installed.
+        capability: NVIDIA's compute capability: (9, 0) is Hopper.
+        has_triton: Whether Triton is installed.
     """
 
     capability: tuple[int, int]
@@ -42,7 +42,7 @@ class Card:
 
 
 class Kernel(StrEnum):
-    """What computes attention."""
+    """Implementations of attention."""
 
     VARLEN = "varlen"
     FLEX = "flex"
@@ -58,18 +58,18 @@ def choose_attention(
     compiles: bool = False,
     warn: Callable[[str], None],
 ) -> Kernel:
-    """Give a transformers model the attention that is asked for, or the fastest that serves it.
+    """Set the requested attention of a transformers model, or the fastest that supports it.
 
     Args:
-        base: The model; `model` leaves it as it is.
-        card: Where it is trained; None is a CPU.
-        dtype: Of queries, keys and values.
+        base: The model; `model` leaves it unchanged.
+        card: GPU that trains it; None for a CPU.
+        dtype: Dtype of queries, keys and values.
         asked: `fastest`, or the name of a kernel.
-        compiles: Whether its layers will be compiled.
-        warn: Told what is used in place of a kernel that the card cannot run.
+        compiles: Whether the layers will be compiled.
+        warn: Gets a message if the GPU cannot run the kernel that would be the default.
 
     Raises:
-        ConfigError: the kernel that is asked for cannot serve this model or run on this card.
+        ConfigError: the requested kernel does not support this model or this GPU.
     """
     of_card = None if card is None else _card_fault(dtype, card)
     faults = {
@@ -82,7 +82,7 @@ def choose_attention(
         kernel = Kernel(asked)
         if faults[kernel] is not None:
             raise ConfigError(
-                f"spec.training.attention {asked} cannot serve {name}: {faults[kernel]}; use "
+                f"spec.training.attention {asked} does not support {name}: {faults[kernel]}; use "
                 "fastest"
             )
     else:
@@ -102,12 +102,12 @@ def choose_attention(
 _SPELLED = {
     Kernel.VARLEN: "flash attention",
     Kernel.FLEX: "flex attention",
-    Kernel.MODEL: "the model's own code, with a mask of a pack's length squared",
+    Kernel.MODEL: "the model's own code, with a mask quadratic in the length of a pack",
 }
 
 
 def flex_fault(base: Any) -> str | None:
-    """Say why flex cannot serve a model, whatever the device."""
+    """Return why flex attention does not support a model on any device, if it does not."""
     config = base.config.get_text_config()
     if not (base._supports_flex_attn and base._can_set_attn_implementation()):
         return "transformers does not offer it for this family"
@@ -115,20 +115,20 @@ def flex_fault(base: Any) -> str | None:
 
 
 def use_flex(base: Any) -> None:
-    """Register flex with documents, and choose it."""
+    """Register flex attention with documents, and select it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     AttentionInterface.register(flex.NAME, flex.attend)
-    AttentionMaskInterface.register(flex.NAME, eager_mask)  # for answers
+    AttentionMaskInterface.register(flex.NAME, eager_mask)  # for generation
     base.set_attn_implementation(flex.NAME)
 
 
 def use_newest_flash(card: Card, warn: Callable[[str], None]) -> str | None:
-    """Put FlashAttention 3 or 4 in the place of 2, where its package is there and the card can.
+    """Activate FlashAttention 3 or 4 if its package is installed and the GPU supports it.
 
     Returns:
-        Which one is in use now; None for torch's own, which is 2.
+        The active version; None for torch's own, FlashAttention 2.
     """
     from torch.nn.attention import activate_flash_attention_impl
 
@@ -136,9 +136,9 @@ def use_newest_flash(card: Card, warn: Callable[[str], None]) -> str | None:
         try:
             activate_flash_attention_impl(version)
         except ModuleNotFoundError:
-            continue  # not installed: nobody has asked for it
+            continue  # not installed, which is the usual case
         except (ImportError, RuntimeError, OSError) as error:
-            warn(f"{version} is installed and cannot be used, FlashAttention 2 is: {error}")
+            warn(f"{version} is installed but cannot be used; using FlashAttention 2: {error}")
             continue
         return version
     return None
@@ -152,7 +152,7 @@ def _card_fault(dtype: torch.dtype, card: Card) -> str | None:
 
 def _flex_card_fault(dtype: torch.dtype, card: Card | None) -> str | None:
     if card is None:
-        return "torch computes no gradients of it on a CPU"
+        return "torch has no gradients for it on a CPU"
     if dtype == torch.float64:
         return "it does not compute in fp64"
     return _too_old(card) or (

@@ -1,4 +1,4 @@
-"""Find the decoder layers of a transformers model, whatever its family calls them."""
+"""Find the decoder layers of a transformers model, independent of their names."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def decoder_layers(base: Any) -> list[nn.Module]:
-    """Return the layers between embedding and head, in order; none where they are in no list."""
+    """Return the layers between embedding and head in order; empty if they are not in a list."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in base.modules():

@@ -1,6 +1,6 @@
-"""Load tokenizer and base model as transformers models; no remote code is ever run.
+"""Load tokenizer and base model with transformers, never with remote code.
 
-Called by `rank`. Knows nothing of strategies: it returns an unwrapped model on the CPU or GPU.
+Called by `rank`. Independent of strategies: returns an unwrapped model on the CPU or GPU.
 """
 
 import json
@@ -16,13 +16,17 @@ from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.completeness import refuse_random_weights
 from finetune_trainer.model.folder_advice import about_tokenizer, about_weights
-from finetune_trainer.model.quantize import leave_to_quantise, quantization_config, settle
+from finetune_trainer.model.quantize import (
+    disable_cpu_repacking,
+    insert_unquantized_4bit_layers,
+    quantization_config,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Names under which model configurations keep the dropout of their own layers.
+# Fields of model configurations that hold the dropout of their own layers.
 _DROPOUT_FIELDS = (
     "attention_dropout",
     "attn_pdrop",
@@ -39,12 +43,14 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     A missing padding token becomes the end token.
 
     Raises:
-        ConfigError: the tokenizer cannot be found or read, the template is no Jinja or does not
-            read an argument, or a token to be added is there already.
+        ConfigError: the tokenizer cannot be found or read, the template is not valid Jinja or does
+            not read an argument, or a token to add already exists.
     """
     from transformers import AutoTokenizer
 
-    if Path(config.path).is_absolute() and not Path(config.path).is_dir():  # no name on the hub
+    if (
+        Path(config.path).is_absolute() and not Path(config.path).is_dir()
+    ):  # cannot be a name on the hub
         raise ConfigError(f"spec.model.source {config.path} is not a folder; check the path")
     advice = partial(about_tokenizer, config.path)
     with explained(f"spec.model.source: the tokenizer of {config.path}", advice):
@@ -64,7 +70,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def new_token_ids(config: ModelConfig) -> list[int]:
-    """Return the ids that the tokens of `add_tokens` have in the tokenizer."""
+    """Return the token ids of `add_tokens` in the tokenizer."""
     if not config.add_tokens:
         return []
     ids: list[int] = load_tokenizer(config).convert_tokens_to_ids(list(config.add_tokens))
@@ -72,9 +78,9 @@ def new_token_ids(config: ModelConfig) -> list[int]:
 
 
 def is_loaded_once(config: TrainConfig) -> bool:
-    """Say whether rank 0 alone reads the weights, as the strategy hands the others their shards.
+    """Whether only rank 0 reads the weights, because the strategy distributes the shards.
 
-    DoRA measures weights as they will be quantised, so each rank needs them.
+    DoRA measures quantised weights, so every rank needs them.
     """
     lora = config.method.lora
     measures = config.method.quantization != "none" and lora is not None and lora.dora
@@ -82,7 +88,7 @@ def is_loaded_once(config: TrainConfig) -> bool:
 
 
 def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":
-    """Return where a rank that computes on `device` loads the model: perhaps without weights."""
+    """Return the device on which a rank that computes on `device` loads the model."""
     import torch
 
     if not is_loaded_once(config):
@@ -91,10 +97,10 @@ def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torc
 
 
 def load_settings(config: ModelConfig) -> "PretrainedConfig":
-    """Read the model's `config.json`, as transformers understands it.
+    """Read the model's `config.json` with transformers.
 
     Raises:
-        ConfigError: it cannot be found or read, or names a family that transformers lacks.
+        ConfigError: the file cannot be found or read, or names a family that transformers lacks.
     """
     from transformers import AutoConfig
 
@@ -108,22 +114,22 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
 def load_model(
     config: TrainConfig, device: "torch.device", *, quantises: bool = True
 ) -> "PreTrainedModel":
-    """Load the base model for training: parameters that are trained in fp32, frozen ones narrow.
+    """Load the base model for training: trained parameters in fp32, frozen ones in 16 bits or less.
 
-    With adapters the frozen base is kept in the format of the arithmetic, or quantised; with full
-    fine-tuning every parameter stays in fp32 and autocast narrows the arithmetic alone, unless the
-    optimizer keeps them in bf16. On the meta device the model has no weights, only its buffers.
-    With `quantises` false its 4-bit layers still have plain weights, as also on the meta device:
-    they are quantised where they are moved to.
+    With adapters the frozen base is stored in the compute dtype, or quantised. With full
+    fine-tuning every parameter stays in fp32 and autocast casts only the arithmetic, unless the
+    optimizer stores parameters in bf16. On the meta device the model has buffers but no weights.
+    There, and with `quantises` false, 4-bit layers still have plain weights; moving them to a
+    device quantises them.
 
     Raises:
         ConfigError: the model cannot be found or read, its files lack a weight, `training.dropout`
-            has no effect on it, or it cannot be quantised as asked.
+            has no effect on it, or it cannot be quantised as requested.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one bar a rank would be interleaved with the run's own lines
+    disable_progress_bar()  # a bar per rank would interleave with the run's own lines
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
     settings = load_settings(source)
@@ -142,13 +148,13 @@ def load_model(
                 device_map={"": device},
                 trust_remote_code=False,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # told with their names, by the next line
+                ignore_mismatched_sizes=True,  # reported with their names below
                 output_loading_info=True,
             )
             refuse_random_weights(model, found, source.path)
         if quantization is not None and (device.type == "meta" or not quantises):
-            leave_to_quantise(model, quantization)
-    settle(model)
+            insert_unquantized_4bit_layers(model, quantization)
+    disable_cpu_repacking(model)
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))
     model.train()
@@ -164,12 +170,12 @@ def _without_weights(settings: "PretrainedConfig", dtype: "torch.dtype") -> "Pre
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             settings, dtype=dtype, trust_remote_code=False
         )
-    model.tie_weights()  # undone by the move to the meta device
+    model.tie_weights()  # the move to the meta device unties them
     return model
 
 
 def base_name(config: ModelConfig) -> str | None:
-    """Return the name another machine can load the base by, or None when it is not known."""
+    """Return a name by which another machine can load the base; None if unknown."""
     if config.base_name:
         return config.base_name
     folder = Path(config.path)
@@ -180,7 +186,7 @@ def base_name(config: ModelConfig) -> str | None:
 
 
 def _base_dtype(config: TrainConfig) -> "torch.dtype":
-    """Return the format of what is not quantised: that of the arithmetic where it is frozen."""
+    """Return the dtype of parameters that are not quantised: the compute dtype if frozen."""
     import torch
 
     precision = config.training.precision
@@ -197,7 +203,7 @@ def _check_template(template: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        render_jinja_template([], chat_template=template)  # of no conversation: it only compiles
+        render_jinja_template([], chat_template=template)  # without conversations: only compiles
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"spec.model.chatTemplate is not valid Jinja: line {error.lineno}: {error.message}"
@@ -207,7 +213,7 @@ def _check_template(template: str) -> None:
 def _set_template_arguments(
     tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, str | int | float | bool]
 ) -> None:
-    """Write the arguments into the template, so that the exported model has them, too."""
+    """Write the arguments into the template, so the exported model has them, too."""
     template = tokenizer.chat_template
     if template is None:
         raise ConfigError(
@@ -230,7 +236,7 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -
             raise ConfigError("spec.model.addTokens names a token without text; remove it")
         if token in known:
             raise ConfigError(
-                f"spec.model.addTokens {token} is in the vocabulary already, or named twice; "
+                f"spec.model.addTokens {token} is already in the vocabulary, or named twice; "
                 "remove it"
             )
         known.add(token)
@@ -238,9 +244,9 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -
 
 
 def _add_rows(model: "PreTrainedModel", tokens: list[int]) -> None:
-    """Give new tokens a row in embedding and head: the mean of the others, on every rank alike.
+    """Set the rows of new tokens in embedding and head to the mean of the others, on every rank.
 
-    Models whose vocabulary is padded have room for them already.
+    A model whose vocabulary is padded already has room for them.
     """
     import torch
 
@@ -267,11 +273,11 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
 
 @contextmanager
 def explained(subject: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """Turn whatever a library raises while it reads `subject` into a sentence.
+    """Convert any exception of a library that reads `subject` into a ConfigError.
 
-    A damaged file shows as an error of any kind (of safetensors, a missing key, a wrong type), and
-    the next attempt would meet it again. Running out of memory is reported as such. `advice` is
-    what to do, where it knows better than the general words.
+    A damaged file may raise any class of error (of safetensors, a missing key, a wrong type), and
+    the next attempt would fail in the same way. Out-of-memory errors pass unchanged. `advice`
+    returns a specific remedy, or an empty string for the general one.
     """
     try:
         yield
@@ -283,9 +289,9 @@ def explained(subject: str, advice: Callable[[], str] | None = None) -> Iterator
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         if lines and not isinstance(error, (OSError, ValueError)):
-            reason = f"{type(error).__name__}: {reason}"  # a missing key says no more than its name
+            reason = f"{type(error).__name__}: {reason}"  # the text of a KeyError is only the key
         remedy = (advice() if advice is not None else "") or (
-            "check the name, the revision, that its files are whole and, for a gated model, the "
+            "check the name, the revision, that its files are complete and, for a gated model, the "
             "token"
         )
         raise ConfigError(f"{subject} cannot be loaded ({reason}); {remedy}") from error

@@ -1,9 +1,9 @@
-"""The loss: summed cross-entropy of label tokens, computed inside the wrapped module's forward.
+"""Compute the loss, the summed cross-entropy of label tokens, within the wrapped forward.
 
-Strategies wrap `CausalLoss` rather than the model, so that every parameter, the head's included,
-is touched inside the forward that the engine hooks. The sum is returned, not the mean: the loop
-divides by the label tokens of the whole optimizer step, which makes the result the same for every
-number of ranks and of accumulation steps (transformers #34191 shows what happens otherwise).
+Strategies wrap `CausalLoss` instead of the model, so every parameter, including the head's, is used
+within the forward that the engine hooks. The sum is returned instead of the mean: the loop divides
+by the label tokens of the whole optimizer step, which gives the same result for every number of
+ranks and accumulation steps (transformers #34191 shows the bug that this avoids).
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ class CausalLoss(nn.Module):
     """Wrap a causal language model so that calling it returns the sum of its token losses.
 
     Attributes:
-        gives_positions: Whether the model gets positions, which mark where documents begin. Without
-            it, it numbers the tokens of each row as inference does, and a row must hold one
+        gives_positions: Whether the model gets positions, which mark the start of documents. If
+            not, it numbers the tokens of each row as in inference, and a row must hold a single
             document.
     """
 
     def __init__(self, model: nn.Module, *, fuse: bool = True) -> None:
-        """Wrap it, and let its head compute the loss if it can and `fuse` says so."""
+        """Wrap the model, and fuse head and loss if possible and `fuse` is true."""
         super().__init__()
         self.model = model
         self._kept: Tensor | None = None
@@ -45,14 +45,14 @@ class CausalLoss(nn.Module):
         head = base.get_output_embeddings()
         if head is None:
             raise ConfigError(
-                f"spec.model.source: {type(base).__name__} shows no head for the next token; use "
-                "a causal language model"
+                f"spec.model.source: {type(base).__name__} has no head that predicts the next "
+                "token; use a causal language model"
             )
         head.register_forward_pre_hook(self._select)
 
     @property
     def is_fused(self) -> bool:
-        """Whether the loss is computed in the head, so that not all logits exist at once."""
+        """Whether the head computes the loss, so not all logits exist at the same time."""
         return isinstance(base_of(self.model).get_output_embeddings(), FusedHead)
 
     def forward(
@@ -61,12 +61,12 @@ class CausalLoss(nn.Module):
         position_ids: Tensor,  # (B, T) int64, restarting at 0 with each document
         kept: Tensor,  # (K,) int64, positions of the flattened batch that hold a target
         targets: Tensor,  # (K,) int64, the token to predict at each of them
-        bounds: Tensor,  # (L, N + 1) int32, `cu_seq_lens` as often as the longest document is long
+        bounds: Tensor,  # (L, N + 1) int32, `cu_seq_lens` repeated; L is the longest document
     ) -> Tensor:
         """Return the summed loss, a scalar in at least fp32.
 
-        The head is applied at the K kept positions alone. Without labels the loss is a zero that
-        still depends on every parameter, as collectives of the backward pass need.
+        The head is applied only at the K kept positions. Without labels the loss is a zero that
+        still depends on every parameter, which collectives of the backward pass require.
         """
         base = base_of(self.model)
         call = {"input_ids": input_ids}
@@ -86,7 +86,7 @@ class CausalLoss(nn.Module):
 
     @contextmanager
     def _head_of(self, kept: Tensor) -> Iterator[None]:
-        """Leave of the head's input (B, T, D) the kept positions (1, K, D) meanwhile."""
+        """Within the block reduce the head's input (B, T, D) to the kept positions (1, K, D)."""
         self._kept = kept
         try:
             yield
@@ -94,8 +94,8 @@ class CausalLoss(nn.Module):
             self._kept = None
 
     @contextmanager
-    def head_seen(self) -> Iterator[list[Tensor]]:
-        """Meanwhile collect what reaches the head, (1, K, D) for each pass."""
+    def capture_head_inputs(self) -> Iterator[list[Tensor]]:
+        """Within the block collect the inputs of the head, (1, K, D) per pass."""
         self._seen = []
         try:
             yield self._seen
@@ -118,7 +118,7 @@ def base_of(model: nn.Module) -> Any:
 
 
 def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments of `CausalLoss.forward`; nothing is searched for, nothing waits."""
+    """Return the arguments of `CausalLoss.forward`, without a host-device synchronisation."""
     tensors = {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
@@ -129,13 +129,13 @@ def loss_inputs(batch: "MicroBatch", device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-    # The longest document's length travels as a size, which is read without waiting.
+    # The length of the longest document is passed as a size, which is read without synchronising.
     moved["bounds"] = moved.pop("cu_seq_lens").expand(batch.max_length, -1)
     return moved
 
 
 def scale_factor(label_tokens: int, world_size: int) -> float:
-    """Return the factor that makes a micro-batch's loss sum its share of the step's mean.
+    """Return the factor that turns the loss sum of a micro-batch into its share of the step's mean.
 
     Engines average gradients over the W ranks, so with N label tokens in the optimizer step
 

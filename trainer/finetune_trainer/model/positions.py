@@ -1,7 +1,7 @@
-"""How long a row a model can number: rotary and relative positions go on, a table ends.
+"""Check the length of rows against the positions of a model; a position table has an end.
 
-Called by `rank` once the model is loaded. Beyond a table's end a CPU raises an IndexError that
-names nothing, and a GPU ends the process.
+Called by `rank` once the model is loaded. Rotary and relative positions have no end. Beyond the end
+of a table a CPU raises an IndexError without context, and a GPU aborts the process.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ from torch import nn
 
 from finetune_trainer.errors import ConfigError
 
-MOST_OFFSET = 8  # rows that a table has beside those of the positions: OPT 2, RoBERTa its padding
+MOST_OFFSET = 8  # additional rows of a table: 2 in OPT, the padding row in RoBERTa
 
 
 def refuse_long_rows(base: Any, longest: int) -> str | None:
-    """Return a warning where rows are longer than the model has seen; None where they are not.
+    """Return a warning if rows are longer than the model was trained for; None otherwise.
 
-    `longest` is the number of tokens of the longest row, training and held-out ones together.
+    `longest` is the number of tokens of the longest row, training or held-out.
 
     Raises:
         ConfigError: the model reads its positions from a table that ends before the longest row.
@@ -24,23 +24,23 @@ def refuse_long_rows(base: Any, longest: int) -> str | None:
     known = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if known is None or longest <= known:
         return None
-    said = f"the longest row has {longest} tokens, and the model was made for {known}"
+    fault = f"the longest row has {longest} tokens, but the model is configured for {known}"
     remedy = (
         f"lower spec.training.maxSeqLength to {known}, or set spec.dataset.longRows to split as "
         "well"
     )
     if _has_table(base, known):
         raise ConfigError(
-            f"{said}, the end of {type(base).__name__}'s table of positions; {remedy}"
+            f"{fault}, the end of {type(base).__name__}'s table of positions; {remedy}"
         )
-    return f"{said}; {remedy}"
+    return f"{fault}; {remedy}"
 
 
 def _has_table(base: Any, known: int) -> bool:
-    """Say whether a part of the model holds a row for each position: learned, or computed once.
+    """Whether a module of the model has a row per position, learned or precomputed.
 
-    By size, as every family has a name of its own for it. Right for all causal families of
-    transformers 5.23 but XGLM, whose table would grow.
+    Recognised by size, because the names differ by family. Correct for all causal families of
+    transformers 5.23 except XGLM, whose table would grow.
     """
     sizes = range(known, known + MOST_OFFSET + 1)
     words = (base.get_input_embeddings(), base.get_output_embeddings())

@@ -1,7 +1,7 @@
-"""Give a loaded model the attention and the kernels that were asked for.
+"""Set the requested attention and kernels of a loaded model.
 
-Called by `rank` once adapters are attached, before a strategy makes it parallel. What would have no
-effect on this device or model is refused with a sentence.
+Called by `rank` once adapters are attached, before a strategy makes the model parallel. An option
+without effect on this device or model is refused.
 """
 
 import warnings
@@ -28,9 +28,9 @@ def prepare_model(
     device: torch.device,
     warn: Callable[[str], None] = warnings.warn,
 ) -> CausalLoss:
-    """Change an unsharded transformers or peft model, and return the module that strategies wrap.
+    """Prepare an unsharded transformers or peft model, and return the module that strategies wrap.
 
-    `warn` is told what is used in place of a kernel that the card cannot run.
+    `warn` gets a message if the GPU cannot run the default kernel.
 
     Raises:
         ConfigError: an option cannot work with this model or on this device.
@@ -49,7 +49,7 @@ def prepare_model(
     if training.precision in ("bf16", "fp16"):
         for module in model.modules():
             if hasattr(module, "cast_input_dtype_enabled"):
-                # peft widens inputs to fp32, only for autocast to narrow them again.
+                # peft casts inputs to fp32, only for autocast to cast them back.
                 module.cast_input_dtype_enabled = False  # type: ignore[assignment]
     module = CausalLoss(model, fuse=training.fused_head)
     if training.float8:
@@ -76,7 +76,7 @@ def _use_liger(base: Any, device: torch.device) -> None:
             f"spec.training.liger has no effect on a model of type {base.config.model_type}; set "
             "it to false"
         )
-    # The loss is ours: liger's would take the place of the model's forward.
+    # Liger's loss would replace the model's forward; the loss is computed by `CausalLoss`.
     liger._apply_liger_kernel_to_instance(
         base, cross_entropy=False, fused_linear_cross_entropy=False
     )

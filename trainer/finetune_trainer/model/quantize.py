@@ -1,8 +1,8 @@
-"""Keep the frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314); the only file that knows how.
+"""Store the frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314); only file about quantisation.
 
-`load` asks for the configuration and settles the loaded layers; FSDP has weights quantised as it
-divides them; `answers` moves a model that has some; `export.merge` asks for a layer's weight in
-full. Head and embeddings are not quantised.
+`load` uses the configuration and prepares the loaded layers. FSDP quantises weights while it shards
+them. The module `answers` moves a model with quantised weights, and `export.merge` dequantises the
+weight of a layer. Head and embeddings are not quantised.
 """
 
 import importlib.util
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from finetune_trainer.world import World
 
-# Of a weight that is to be quantised.
+# Attributes of a weight to be quantised.
 _SETTINGS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 
 
 def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
-    """Return what `from_pretrained` takes as `quantization_config`, or None for a plain base.
+    """Return the `quantization_config` of `from_pretrained`; None for a plain base.
 
-    `dtype` is that of the arithmetic, and of what is not quantised.
+    `dtype` is the compute dtype, and the dtype of parameters that are not quantised.
 
     Raises:
-        ConfigError: bitsandbytes is missing, or cannot serve this precision or strategy.
+        ConfigError: bitsandbytes is missing, or does not support this precision or strategy.
     """
     kind, strategy = config.method.quantization, config.strategy.type
     if kind == "none":
@@ -53,7 +53,7 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
     if kind == "int8" and config.method.lora is not None and config.method.lora.dora:
         raise ConfigError(
             "spec.method.lora.dora is not possible with spec.method.quantization int8, whose "
-            "layers lose their scales when they are widened; use quantization nf4, or dora false"
+            "layers lose their scales when dequantised; use quantization nf4, or dora false"
         )
     from transformers import BitsAndBytesConfig
 
@@ -69,19 +69,19 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
     )
 
 
-def settle(model: "nn.Module") -> None:
-    """Keep 4-bit layers on the CPU from repacking themselves in evaluation.
+def disable_cpu_repacking(model: "nn.Module") -> None:
+    """Prevent 4-bit layers on the CPU from repacking themselves in evaluation.
 
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights of a layer that is evaluated,
-    rounds their scales, and computes with them ever after, training included, without a gradient.
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights of a layer in evaluation,
+    rounds their scales, and uses them from then on, also in training, without a gradient.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def leave_to_quantise(model: "PreTrainedModel", quantization: Any) -> None:
-    """Put 4-bit layers into a plain model, whose weights are quantised once they are moved."""
+def insert_unquantized_4bit_layers(model: "PreTrainedModel", quantization: Any) -> None:
+    """Insert 4-bit layers with plain weights, which are quantised when moved to a device."""
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import AutoHfQuantizer
@@ -105,7 +105,7 @@ def leave_to_quantise(model: "PreTrainedModel", quantization: Any) -> None:
 
 
 def stored_as(parameter: "Tensor") -> "tuple[torch.Size, torch.dtype]":
-    """Return shape and type that a parameter has once it is moved, and quantised if need be."""
+    """Return shape and dtype of a parameter after its move to a device, which may quantise it."""
     import torch
 
     if getattr(parameter, "bnb_quantized", True):
@@ -115,11 +115,13 @@ def stored_as(parameter: "Tensor") -> "tuple[torch.Size, torch.dtype]":
     return torch.Size((numbers, 1)), storage
 
 
-def hand_out_scales(model: "nn.Module", skeleton: "nn.Module | None", world: "World") -> None:
-    """Give each rank rank 0's scales of all 4-bit layers, 1/32 of their weights; a collective.
+def broadcast_quant_states(
+    model: "nn.Module", skeleton: "nn.Module | None", world: "World"
+) -> None:
+    """Broadcast rank 0's scales of all 4-bit layers, 1/32 of their weights; a collective.
 
-    They belong to the layer, so FSDP does not divide them. `skeleton` gets those of its layers, in
-    host memory.
+    Scales are attributes of the layer, so FSDP does not shard them. The layers of `skeleton` get
+    theirs in host memory.
     """
     import torch
     import torch.distributed as dist
@@ -130,16 +132,16 @@ def hand_out_scales(model: "nn.Module", skeleton: "nn.Module | None", world: "Wo
             continue
         from bitsandbytes.functional import QuantState
 
-        told: list[Any] = [layer.quant_state.as_dict(packed=True) if world.is_main else None]
+        message: list[Any] = [layer.quant_state.as_dict(packed=True) if world.is_main else None]
         if world.control_group is not None:
-            dist.broadcast_object_list(told, src=0, group=world.control_group)
-        layer.quant_state = QuantState.from_dict(told[0], device=world.device)
+            dist.broadcast_object_list(message, src=0, group=world.control_group)
+        layer.quant_state = QuantState.from_dict(message[0], device=world.device)
         if name in twins:
-            twins[name].quant_state = QuantState.from_dict(told[0], device=torch.device("cpu"))
+            twins[name].quant_state = QuantState.from_dict(message[0], device=torch.device("cpu"))
 
 
 def move(model: "nn.Module", device: "torch.device") -> None:
-    """Move a model, and with its weights the scales of 4-bit layers, which are no buffers."""
+    """Move a model, including the scales of 4-bit layers, which are not buffers."""
     model.to(device)
     for layer in model.modules():
         if (scales := getattr(layer, "quant_state", None)) is not None:
@@ -147,12 +149,12 @@ def move(model: "nn.Module", device: "torch.device") -> None:
 
 
 def full_weight(module: "nn.Module", name: str) -> "Tensor":
-    """Return a parameter of one module as the forward pass uses it: dequantised, if need be."""
+    """Return a parameter of a module as the forward pass uses it, dequantised if necessary."""
     import torch
 
     parameter: Tensor = getattr(module, name).detach()
     whole: Tensor
-    state = getattr(module, "quant_state", None)  # FSDP leaves it at the module alone
+    state = getattr(module, "quant_state", None)  # FSDP leaves it on the module only
     if name == "weight" and state is not None:
         from bitsandbytes.functional import dequantize_4bit
 

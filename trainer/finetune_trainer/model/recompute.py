@@ -1,8 +1,8 @@
-"""Recompute activations in the backward pass rather than keep them.
+"""Recompute activations in the backward pass instead of storing them.
 
-Called by `parallelize` before layers are compiled or sharded. What `selective` keeps depends on
-what is frozen: the backward pass of a product with a frozen weight needs that weight and nothing
-else, so its result is all that has to be kept of it.
+Called by `parallelize` before layers are compiled or sharded. The results that `selective` stores
+depend on the frozen parameters: the backward pass of a product with a frozen weight needs only that
+weight, so only the result of the product has to be stored.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ _ATTENTIONS = ("attention", "_varlen_attn")
 def recompute(base: Any, how: str) -> None:
     """Recompute activations of decoder layers in the backward pass: none, selective or full.
 
-    Selective keeps the results of attention and of matrix products, and recomputes what is cheap,
-    products with adapters included. Products with a trained weight are kept in compiled layers
-    alone: only a graph can keep a result and forget the operands that autograd saves with it.
+    Selective stores the results of attention and of matrix products, and recomputes cheap
+    operations, including products with adapters. Products with a trained weight are stored only in
+    compiled layers: only a graph can store a result without the operands that autograd saves.
     Non-reentrant recomputation works with frozen inputs and under the hooks of DDP and FSDP2.
 
     Raises:
-        ConfigError: the model has no recomputation.
+        ConfigError: the model does not support recomputation.
     """
     if how == "none":
         return
@@ -51,7 +51,7 @@ def recompute(base: Any, how: str) -> None:
             keep_product(part)
         widest_adapter = _widest_adapter(layers) if frozen else 0
         options["context_fn"] = partial(_passes, widest_adapter)
-    # The second is its name in transformers 5.17; the first calls it where a model has its own.
+    # The second is the name in transformers 5.17; the first calls a model's own method, if any.
     enable = getattr(base, "activation_checkpointing_enable", None)
     (enable or base.gradient_checkpointing_enable)(options)
 
@@ -59,7 +59,7 @@ def recompute(base: Any, how: str) -> None:
 def _passes(widest_adapter: int) -> tuple[Any, Any]:
     """Return the contexts of a layer's two passes.
 
-    In a graph a dispatch mode marks what to keep, once; elsewhere it would run with each pass.
+    In a graph a dispatch mode marks the stored results once; uncompiled it would run in each pass.
     """
     if not torch.compiler.is_compiling():
         return two_passes()
@@ -79,7 +79,7 @@ def _is_frozen_product(module: nn.Module) -> bool:
 def _widest_adapter(layers: Sequence[nn.Module]) -> int:
     """Return the largest rank of a trained matrix.
 
-    A product with an adapter is cheap, and its result as large as that of the weight beside it.
+    A product with an adapter is cheap, and its result as large as that of the base weight.
     """
     trained = [p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim == 2]
     return max((min(parameter.shape) for parameter in trained), default=0)

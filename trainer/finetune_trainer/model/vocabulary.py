@@ -1,7 +1,8 @@
-"""Whether the model has a row of its embedding for each token of the data.
+"""Check that the model has an embedding row for each token of the data.
 
-A tokenizer that was given tokens without its model, or is another model's, numbers them beyond the
-last row: an IndexError on a CPU, and on a GPU an assertion in a kernel that names nothing.
+If tokens were added to a tokenizer but not to the model, or the tokenizer belongs to another model,
+token ids exceed the last row: an IndexError on a CPU, and on a GPU a kernel assertion without
+context.
 """
 
 from typing import TYPE_CHECKING
@@ -21,12 +22,12 @@ def refuse_unknown_tokens(
     train: TokenDataset,
     held_out: TokenDataset | None,
 ) -> None:
-    """Refuse data with a token that is neither the model's nor in `addTokens`.
+    """Refuse data with a token that is neither in the model nor in `addTokens`.
 
-    The data is read only where the tokenizer has such a token: many have some that no text gives.
+    The data is read only if the tokenizer has such a token; in many tokenizers no text yields it.
 
     Raises:
-        ConfigError: a row has one.
+        ConfigError: a row has such a token.
     """
     size = getattr(load_settings(config).get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
@@ -42,8 +43,8 @@ def refuse_unknown_tokens(
             where = f"a row of {field}" if field else dataset.origin(index)
             raise ConfigError(
                 f"spec.model.source {config.path}: {where} has the token "
-                f"{tokenizer.convert_ids_to_tokens(token)!r} with number {token}, and those of "
-                f"the model end at {size - 1}; take the tokenizer that belongs to the model and "
-                "name new tokens in spec.model.addTokens, or save the model with embeddings for "
-                "them (resize_token_embeddings)"
+                f"{tokenizer.convert_ids_to_tokens(token)!r} with number {token}, but tokens "
+                f"of the model end at {size - 1}; use the tokenizer of the model and name new "
+                "tokens in spec.model.addTokens, or save the model with embeddings for them "
+                "(resize_token_embeddings)"
             )

@@ -29,7 +29,7 @@ from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.model.quantize import hand_out_scales, stored_as
+from finetune_trainer.model.quantize import broadcast_quant_states, stored_as
 from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, set_prefetch
 from finetune_trainer.strategies.fsdp_room import (
     SHARE_OF_FREE_MEMORY,
@@ -77,7 +77,7 @@ class FsdpStrategy(NativeStrategy):
             _move_to_meta(module, self._world)
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
             self._scatter(weights)
-            hand_out_scales(module.model, self._skeleton, self._world)
+            broadcast_quant_states(module.model, self._skeleton, self._world)
         else:
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
         self._verify()

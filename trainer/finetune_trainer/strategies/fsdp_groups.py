@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.ends import separate_ends
+from finetune_trainer.model.ends import untied_embedding_and_head
 from finetune_trainer.model.loss import CausalLoss, base_of
 
 
@@ -73,7 +73,7 @@ def choose_groups(module: CausalLoss) -> Groups:
             "spec.strategy.type fsdp cannot find the layers of this model, which has none of its "
             "_no_split_modules; use zero3 or ddp"
         )
-    return Groups(layers, *separate_ends(base, layers))
+    return Groups(layers, *untied_embedding_and_head(base, layers))
 
 
 def set_prefetch(groups: Sequence[FSDPModule], count: int) -> None:
