@@ -69,7 +69,7 @@ def test_a_model_keeps_its_own_attention_where_that_is_asked_for():
             "gemma2",
             {},
             AMPERE,
-            "varlen does not support Gemma2.*for example by a cap",
+            "varlen does not support Gemma2.*such as by a cap",
             id="a cap",
         ),
         pytest.param(

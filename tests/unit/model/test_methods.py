@@ -358,11 +358,11 @@ def test_new_tokens_are_special_and_one_id_each(folder: Path) -> None:
     [
         pytest.param(
             {"model__add_tokens": ("<|im_start|>",)},
-            r"addTokens <\|im_start\|> is in the vocabulary already",
+            r"addTokens <\|im_start\|> is already in the vocabulary",
             id="a known token",
         ),
         pytest.param(
-            {"model__add_tokens": ("<a>", "<a>")}, "<a> is in .* or named twice", id="twice"
+            {"model__add_tokens": ("<a>", "<a>")}, "<a> is already in .* or named twice", id="twice"
         ),
         pytest.param(
             {"model__add_tokens": (" ",)}, "addTokens names a token without text", id="empty"
