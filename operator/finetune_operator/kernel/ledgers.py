@@ -18,8 +18,8 @@ from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
 from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
-from finetune_operator.reconcile.ledger import Ledger, at, hear, turn
-from finetune_operator.reconcile.saved_ledger import saved, taken_up
+from finetune_operator.reconcile.ledger import Ledger, accrue_until, apply_report, apply_status
+from finetune_operator.reconcile.saved_ledger import restored, saved
 from finetune_trainer.config import Progress
 
 ENDED_SHOWN = timedelta(hours=1)
@@ -83,7 +83,7 @@ class LedgerBook:
         entry, now = self._entry(view), self._now()
         entry.report = None if is_scraped else report
         gpus = seen.nodes_ready * _gpus_per_node(view.raw) or entry.ledger.gpus
-        entry.ledger = hear(entry.ledger, view.attempt.number, report, gpus, now)
+        entry.ledger = apply_report(entry.ledger, view.attempt.number, report, gpus, now)
 
     def apply_status(self, view: JobView, status: FineTuneJobStatus) -> None:
         """Apply a decided status."""
@@ -91,7 +91,7 @@ class LedgerBook:
             return  # its ledger is closed and written
         entry = self._entry(view)
         gpus = status.nodes.ready * _gpus_per_node(view.raw)
-        entry.ledger = turn(entry.ledger, status, gpus, self._now())
+        entry.ledger = apply_status(entry.ledger, status, gpus, self._now())
 
     def with_ledger(self, view: JobView, status: FineTuneJobStatus) -> FineTuneJobStatus:
         """Return the status with the job's ledger, ready to be written."""
@@ -132,7 +132,7 @@ class LedgerBook:
             return
         now = self._now()
         if not entry.ledger.is_closed:
-            entry.ledger = replace(at(entry.ledger, now), is_closed=True)
+            entry.ledger = replace(accrue_until(entry.ledger, now), is_closed=True)
             backend = (entry.obj["spec"].get("backend") or {}).get("type", "")
             self._count_end(str(backend), JobPhase.DELETING, entry.ledger)
         self._deleted.pop(key, None)
@@ -147,7 +147,7 @@ class LedgerBook:
             return None
         entry = self._new_entry(view) if ended is not None else self._entry(view)
         report = entry.report if view.attempt is not None else None
-        return JobNow(view.raw, at(entry.ledger, now), now, report)
+        return JobNow(view.raw, accrue_until(entry.ledger, now), now, report)
 
     def deleted(self) -> Iterator[JobNow]:
         """Yield the figures of recently deleted jobs for the metrics page."""
@@ -168,7 +168,7 @@ class LedgerBook:
         """Return the ledger that the status of a job has."""
         created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
         gpus = view.written.nodes.ready * _gpus_per_node(view.raw)
-        return _Entry(view.raw, view.uid, taken_up(view.written, created, gpus, self._now()))
+        return _Entry(view.raw, view.uid, restored(view.written, created, gpus, self._now()))
 
     def _count_end(self, backend: str, phase: JobPhase, ledger: Ledger) -> None:
         self._counts.add(catalogue.ENDS, backend, phase.value)

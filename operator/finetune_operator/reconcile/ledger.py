@@ -120,12 +120,12 @@ def rest(ledger: Ledger, now: datetime) -> int:
     return 0 if ledger.is_closed else age(ledger, now) - sum(ledger.time.values())
 
 
-def at(ledger: Ledger, now: datetime) -> Ledger:
+def accrue_until(ledger: Ledger, now: datetime) -> Ledger:
     """Return the ledger with the time up to now accounted to the current category."""
     return _charge(ledger, {ledger.running: rest(ledger, now)})
 
 
-def turn(ledger: Ledger, status: FineTuneJobStatus, gpus: int, now: datetime) -> Ledger:
+def apply_status(ledger: Ledger, status: FineTuneJobStatus, gpus: int, now: datetime) -> Ledger:
     """Return the ledger after a decision.
 
     Args:
@@ -137,7 +137,7 @@ def turn(ledger: Ledger, status: FineTuneJobStatus, gpus: int, now: datetime) ->
     if ledger.is_closed and is_finished(status):
         return ledger
     if ledger.is_closed:  # a user runs the job again
-        ledger = at(replace(ledger, running=Category.OTHER, is_closed=False), now)
+        ledger = accrue_until(replace(ledger, running=Category.OTHER, is_closed=False), now)
     ledger = _count_restart(_up_to_opening(ledger, status, now), status)
     if is_finished(status):
         return replace(_accrue_all(ledger, now), gpus=0, is_reported=False, is_closed=True)
@@ -180,7 +180,9 @@ def current_category(ledger: Ledger, status: FineTuneJobStatus) -> tuple[Categor
     return running, heard.spent is not None
 
 
-def hear(ledger: Ledger, attempt: int, progress: Progress, gpus: int, now: datetime) -> Ledger:
+def apply_report(
+    ledger: Ledger, attempt: int, progress: Progress, gpus: int, now: datetime
+) -> Ledger:
     """Return the ledger with a report of rank 0; an old report is ignored.
 
     Args:

@@ -37,7 +37,7 @@ def saved(ledger: Ledger) -> TimeLedger:
     )
 
 
-def taken_up(status: FineTuneJobStatus, created: datetime, gpus: int, now: datetime) -> Ledger:
+def restored(status: FineTuneJobStatus, created: datetime, gpus: int, now: datetime) -> Ledger:
     """Return the ledger in a status, restored at `now`.
 
     Args:

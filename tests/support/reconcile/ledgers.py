@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.reconcile.categories import Category
-from finetune_operator.reconcile.ledger import at, hear, turn
-from finetune_operator.reconcile.saved_ledger import saved, taken_up
+from finetune_operator.reconcile.ledger import accrue_until, apply_report, apply_status
+from finetune_operator.reconcile.saved_ledger import restored, saved
 from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase, Progress
 from finetune_trainer.telemetry.spent import SpentTime
@@ -48,7 +48,7 @@ class LedgerLife(Life):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = taken_up(self.status, START, 0, START)
+        self.ledger = restored(self.status, START, 0, START)
         self.written: FineTuneJobStatus = self.status
 
     def look(self, seen: Observation | None = None) -> None:
@@ -56,9 +56,11 @@ class LedgerLife(Life):
         gpus = GPUS * (seen.nodes_ready if seen is not None else 0)
         said = seen and ((seen.termination and seen.termination.progress) or seen.progress)
         if said:
-            self.ledger = hear(self.ledger, self.status.attempt, said, gpus, self.now)
+            self.ledger = apply_report(self.ledger, self.status.attempt, said, gpus, self.now)
         self.see(seen)
-        self.ledger = turn(self.ledger, self.status, GPUS * self.status.nodes.ready, self.now)
+        self.ledger = apply_status(
+            self.ledger, self.status, GPUS * self.status.nodes.ready, self.now
+        )
 
     def write(self) -> None:
         """Save what is known where the next leader finds it."""
@@ -70,11 +72,13 @@ class LedgerLife(Life):
         """Go on with what was written last."""
         self.job = self.job.model_copy(update={"status": self.written})
         gpus = GPUS * self.written.nodes.ready
-        self.ledger = taken_up(self.written, START, gpus, self.now)
+        self.ledger = restored(self.written, START, gpus, self.now)
 
     def times(self) -> dict[Category, int]:
         """Return the milliseconds of each category now, without those that have none."""
-        return {one: spent for one, spent in at(self.ledger, self.now).time.items() if spent}
+        return {
+            one: spent for one, spent in accrue_until(self.ledger, self.now).time.items() if spent
+        }
 
     def seconds(self) -> dict[str, float]:
         """Return the same in seconds, by name."""

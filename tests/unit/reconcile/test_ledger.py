@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.categories import Category
 from finetune_operator.reconcile.conditions import is_finished
-from finetune_operator.reconcile.ledger import at, hear
+from finetune_operator.reconcile.ledger import accrue_until, apply_report
 from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase
 from support.reconcile.decisions import PENDING
@@ -154,7 +154,7 @@ def test_gpus_count_while_their_node_runs() -> None:
     life.wait(100)
     rank.make(10)
     life.look(training(rank.report(life.now)))
-    times = at(life.ledger, life.now).gpu_time
+    times = accrue_until(life.ledger, life.now).gpu_time
     assert times == {
         Category.STARTING: GPUS * 1000 * LOADED,
         Category.PRODUCTIVE: GPUS * 1000 * 100,
@@ -249,7 +249,7 @@ class AnyLife(RuleBasedStateMachine):
             said = self.rank.report(self.life.now)
             gpus = self.life.ledger.gpus
             number = self.life.status.attempt
-            self.life.ledger = hear(self.life.ledger, number, said, gpus, self.life.now)
+            self.life.ledger = apply_report(self.life.ledger, number, said, gpus, self.life.now)
         self.life.look(seen)
         self.rank = None
 
@@ -281,7 +281,7 @@ class AnyLife(RuleBasedStateMachine):
 
     @invariant()
     def gpus_are_counted_no_longer_than_the_job_lives(self) -> None:
-        now = at(self.life.ledger, self.life.now)
+        now = accrue_until(self.life.ledger, self.life.now)
         for category, spent in now.gpu_time.items():
             assert spent <= GPUS * now.time[category]
 

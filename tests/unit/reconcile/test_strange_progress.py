@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.job_values import JobNow
-from finetune_operator.reconcile.ledger import at
+from finetune_operator.reconcile.ledger import accrue_until
 from finetune_trainer.config import CheckpointRef, Progress, Suspect, SuspectCause, TimeSpent
 from support.api.fuzz_inputs import places
 from support.reconcile.decisions import PENDING, START, running
@@ -61,7 +61,7 @@ def live(said: Progress, *, is_first: bool) -> None:
     status = life.status.model_dump(by_alias=True, exclude_none=True, mode="json")
     FineTuneJobStatus.model_validate(status)
     made = {"metadata": {"namespace": "n", "name": "j"}, "spec": {}, "status": status}
-    job = JobNow(made, at(life.ledger, life.now), life.now, said)
+    job = JobNow(made, accrue_until(life.ledger, life.now), life.now, said)
     for metric in (*catalogue.OF_JOBS, *catalogue.OF_RANK_ZERO):
         list(job.series(metric))
 
