@@ -31,7 +31,7 @@ class KubeConfigError(KubeError):
 
 
 class NotLeadingError(KubeError):
-    """This replica does not hold the Lease, so it may not write."""
+    """The replica does not hold the Lease, so it may not write."""
 
     retryable = True
 

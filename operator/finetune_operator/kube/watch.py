@@ -1,4 +1,4 @@
-"""Which objects of a kind are watched, and which fields are cached; each backend lists its own."""
+"""Watched kinds of objects, and the fields of them that are cached; each backend lists its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
