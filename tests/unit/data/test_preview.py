@@ -98,7 +98,7 @@ def test_a_token_that_the_model_has_not_is_found_before_a_run(
     (smaller / "config.json").write_text('{"model_type": "llama", "vocab_size": 40}')
     code, lines = previewed(capsys, smaller, tmp_path, '{"prompt": "Hi", "completion": "you"}\n')
     assert code == 78
-    assert "and those of the model end at 39; take" in json.dumps(lines[-1])
+    assert "but tokens of the model end at 39; use" in json.dumps(lines[-1])
 
 
 def test_the_command_prints_the_same_without_torch(
