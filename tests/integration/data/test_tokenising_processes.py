@@ -172,7 +172,7 @@ def test_nobody_is_left_when_the_one_that_asks_is_stopped_or_killed(
 ) -> None:
     tiny_tokenizer(tmp_path)
     here = Path(__file__)
-    code = PARENT.format(path=[str(here.parent), str(here.parents[1])], model=str(tmp_path))
+    code = PARENT.format(path=[str(here.parent), str(here.parents[2])], model=str(tmp_path))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent, parent.stdout as said:
