@@ -79,7 +79,7 @@ async def check_operator(probe: Probe) -> None:
         if before := next(
             (other for other in operators[:number] if other.shares_lease_with(one)), None
         ):
-            text = f"is shared with {before.title}, so only one of the two works"
+            text = f"is shared with {before.title}, so only one Deployment works"
             probe.wrong(_TOPIC, f"Lease of {one.title}", text, _own_lease_command(one))
         elif one.lease:
             await _check_lease(probe, one, first)

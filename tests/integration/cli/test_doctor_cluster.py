@@ -298,7 +298,7 @@ def test_two_operators_that_wait_for_one_lease_are_told(
     report = doctor("-n", "team-b")
     assert report.of(f"Lease {HOME}/finetune-operator")["state"] == "ok"
     fault = report.of(f"Lease of {HOME}/two")
-    assert fault["detail"] == f"is shared with {HOME}/one, so only one of the two works"
+    assert fault["detail"] == f"is shared with {HOME}/one, so only one Deployment works"
     upgrade = f"helm upgrade two charts/finetune-operator -n {HOME} --reset-then-reuse-values"
     assert fault["command"] == f"{upgrade} --set settings.leaseName=two"
     of_helm = {"metadata": {"annotations": {"meta.helm.sh/release-name": None}}}

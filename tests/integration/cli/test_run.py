@@ -490,7 +490,7 @@ def test_a_job_that_takes_over_cannot_start_afresh(tmp_path: Path) -> None:
 
     done = ftctl("run", file.name, "--fresh", folder=tmp_path)
 
-    assert re.search(r"job\.yaml:\d+: spec\.takeOver true goes on .* leave out one", done.stderr)
+    assert re.search(r"job\.yaml:\d+: spec\.takeOver true .* leave out --fresh", done.stderr)
     assert done.returncode == 1
     assert not (tmp_path / "runs/default").exists()
 
