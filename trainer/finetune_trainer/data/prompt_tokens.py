@@ -29,7 +29,7 @@ class PromptTokens:
         self._cuts = {n: str(t) for n, t in added.items() if is_known and not t.normalized}
 
     def count(self, text: str, numbers: list[int], encoding: Any, end: int) -> int | None:
-        """Return the number of tokens that `text[:end]` has in common with the start of `text`.
+        """Return the number of tokens of `text` that belong to the prompt `text[:end]`.
 
         Returns:
             The count; -1 if the tokens of the prompt are not a prefix of the tokens of the text;

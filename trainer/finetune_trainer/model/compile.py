@@ -74,7 +74,7 @@ def _fault(
 
 
 class _Shapes:
-    """Marks dynamic and static sizes for the compiler, which would otherwise recompile first."""
+    """Marks sizes as dynamic or static, so the compiler need not recompile to find out."""
 
     def __init__(self) -> None:
         self._trained: set[torch.Size] = set()  # sizes of hidden states in training

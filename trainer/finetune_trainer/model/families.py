@@ -63,7 +63,7 @@ _MASKED_LAYERS = frozenset(
 
 
 def resolve_packing(config: TrainConfig, warn: Callable[[str], None]) -> TrainConfig:
-    """Return the configuration, with packing turned off if this model does not allow it.
+    """Return the configuration, without packing if this model does not allow it.
 
     Raises:
         ConfigError: the model cannot be trained, or not with the requested settings.

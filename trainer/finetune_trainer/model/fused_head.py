@@ -232,7 +232,7 @@ def _add_product(
     inputs: Tensor,  # (R, D)
     max_bytes: int,
 ) -> None:
-    """Add gradient.T @ inputs to `total`, whose dtype may be larger, within `most_bytes`."""
+    """Add gradient.T @ inputs to `total`, whose dtype may be larger, within `max_bytes`."""
     if total.dtype == inputs.dtype:
         total.addmm_(gradient.T, inputs)
         return

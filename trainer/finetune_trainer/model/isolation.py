@@ -1,4 +1,4 @@
-"""Measure the tokens that a prediction depends on, with the model that will be trained.
+"""Measure which tokens a prediction depends on, with the model as it will be trained.
 
 Called by `rank` on every rank once a strategy has wrapped the model: two passes without gradients
 over a few dozen tokens. Only the result is measured, so every cause of leaks between documents
@@ -65,7 +65,7 @@ def check_isolation(
     any_rank: Callable[[bool], bool],
     warn: Callable[[str], None],
 ) -> TrainConfig:
-    """Return the configuration, with packing turned off if documents are not isolated.
+    """Return the configuration, without packing if documents are not isolated.
 
     `any_rank` returns whether the argument is true on any rank, so all ranks decide alike.
 

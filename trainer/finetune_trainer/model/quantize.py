@@ -1,8 +1,8 @@
-"""Store the frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314); only file about quantisation.
+"""Quantise the frozen base to 4 or 8 bits (QLoRA, arXiv:2305.14314).
 
 `load` uses the configuration and prepares the loaded layers. FSDP quantises weights while it shards
 them. The module `answers` moves a model with quantised weights, and `export.merge` dequantises the
-weight of a layer. Head and embeddings are not quantised.
+weight of a layer. Head and embeddings are not quantised. No other module knows the format.
 """
 
 import importlib.util
