@@ -57,7 +57,7 @@ PROFILE_COLUMNS = (
     _column("Age", ".metadata.creationTimestamp", "date"),
 )
 
-KEPT = {
+RETAINED = {
     "helm.sh/resource-policy": "keep",
     "argocd.argoproj.io/sync-options": "Prune=false",
     "kustomize.toolkit.fluxcd.io/prune": "disabled",
@@ -150,7 +150,7 @@ def _definition(names: dict[str, Any], scope: str, version: dict[str, Any]) -> d
                 "app.kubernetes.io/part-of": "finetune-operator",
                 "app.kubernetes.io/version": __version__,
             },
-            "annotations": {REVISION_ANNOTATION: str(revision(name)), **KEPT},
+            "annotations": {REVISION_ANNOTATION: str(revision(name)), **RETAINED},
         },
         "spec": {
             "group": GROUP,

@@ -21,14 +21,14 @@ def with_defaults(value: Any, schema: Schema) -> Any:
 
 def _object_with_defaults(value: dict[str, Any], schema: Schema) -> dict[str, Any]:
     properties: dict[str, Schema] = schema.get("properties", {})
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, item in value.items():
         inner = properties.get(key, schema.get("additionalProperties"))
         if not isinstance(inner, dict):
-            made[key] = deepcopy(item)
+            result[key] = deepcopy(item)
         elif item is not None:
-            made[key] = with_defaults(item, inner)
+            result[key] = with_defaults(item, inner)
     for key, inner in properties.items():
-        if key not in made and "default" in inner:
-            made[key] = with_defaults(inner["default"], inner)
-    return made
+        if key not in result and "default" in inner:
+            result[key] = with_defaults(inner["default"], inner)
+    return result

@@ -56,8 +56,8 @@ def files_below(folder: str) -> Iterator[str | Problem]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if os.path.islink(inner := os.path.join(place, name)):
-                said = "passed over: it is a link to a folder; name that folder"
-                problems.append(Problem("", said, Severity.WARNING, inner))
+                message = "passed over: it is a link to a folder; name that folder"
+                problems.append(Problem("", message, Severity.WARNING, inner))
         found += [
             Path(place, name)
             for name in files
@@ -84,8 +84,8 @@ def read_bytes(file: str) -> bytes | Problem:
 
 
 def _closed(error: OSError) -> Problem:
-    said = f"cannot be read ({error.strerror}); what is in it was not looked at"
-    return Problem("", said, file=str(error.filename))
+    message = f"cannot be read ({error.strerror}); what is in it was not looked at"
+    return Problem("", message, file=str(error.filename))
 
 
 def _cannot(file: str, error: OSError) -> str:
@@ -104,8 +104,8 @@ def _read_file(file: str) -> bytes | Problem:
     mode = os.stat(file).st_mode  # before open(), which may wait for a writer
     for is_kind, name in _KINDS:
         if is_kind(mode) and not is_stream(file):
-            said = f"is {name}; name a file, or feed it to standard input (-f -)"
-            return Problem("", said, file=file)
+            message = f"is {name}; name a file, or feed it to standard input (-f -)"
+            return Problem("", message, file=file)
     with open(file, "rb") as opened:
         return _bounded(opened, file)
 

@@ -25,7 +25,7 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 
 
 def check_manifest(
-    manifest: Manifest, *, with_unbuilt: bool = True, may_go_on: bool = False
+    manifest: Manifest, *, with_unbuilt: bool = True, may_resume: bool = False
 ) -> list[Problem]:
     """Return all problems of a manifest.
 
@@ -33,10 +33,10 @@ def check_manifest(
         manifest: The manifest.
         with_unbuilt: Also report unsupported values; otherwise the verdict is that of the API
             server.
-        may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
+        may_resume: Leave out the rules for the first attempt only, which `check_start` checks.
     """
     value = defaulted(manifest.value)
-    if may_go_on and isinstance(value.get("status"), dict):
+    if may_resume and isinstance(value.get("status"), dict):
         value["status"]["attempt"] = 1
     findings = check_object(value)
     if with_unbuilt:
@@ -105,14 +105,14 @@ def check_start(job: FineTuneJob) -> list[Problem]:
 
 
 def load_job(
-    path: Path | str, *, backend: str | None = None, may_go_on: bool = False
+    path: Path | str, *, backend: str | None = None, may_resume: bool = False
 ) -> tuple[FineTuneJob, Manifest]:
     """Read and check the only FineTuneJob in a file (`-` is standard input).
 
     Args:
         path: The file.
         backend: Replaces `spec.backend`, with the default settings of that backend.
-        may_go_on: Leave out the rules for the first attempt only, which `check_start` checks.
+        may_resume: Leave out the rules for the first attempt only, which `check_start` checks.
 
     Raises:
         InvalidJobError: The file cannot be read, does not contain exactly one job, or has errors.
@@ -129,7 +129,7 @@ def load_job(
     manifest = reading.manifests[0]
     if backend is not None:
         manifest = _with_backend(manifest, backend)
-    raise_errors(check_manifest(manifest, may_go_on=may_go_on))
+    raise_errors(check_manifest(manifest, may_resume=may_resume))
     return job_of(manifest), manifest
 
 

@@ -144,7 +144,7 @@ class _Builder:
             self._open.remove(id(node))
 
     def _mapping(self, node: MappingNode, path: FieldPath) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         given: dict[str, int] = {}
         merged: list[Node] = []
         for key_node, value_node in node.value:
@@ -157,13 +157,13 @@ class _Builder:
                 self._problem((*path, key), f"is given twice {first}; remove one", key_node)
                 continue
             given[key] = self._lines[(*path, key)] = self._line(key_node)
-            made[key] = self._value(value_node, (*path, key))
+            result[key] = self._value(value_node, (*path, key))
         for other in merged:
             if not isinstance(other, MappingNode):
                 self._problem(path, "merges (<<) what is not a mapping", other)
                 continue
-            made = self._mapping(other, path) | made
-        return made
+            result = self._mapping(other, path) | result
+        return result
 
     def _key(self, node: Node, path: FieldPath) -> str:
         """Return a key as text for JSON, like kubectl: `y:` is "true" and `1:` is "1"."""

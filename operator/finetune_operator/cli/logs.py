@@ -51,7 +51,7 @@ def logs(
     Otherwise, NAME is searched for as runs/NAMESPACE/NAME in this folder and its subfolders.
     """
     wanted = RankLog(rank, previous, follow)
-    manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
+    manifest = load_job(Path(job), may_resume=True) if os.path.isfile(job) else None
     profiles = profiles_of(Path(job) if manifest else None, profile)
     if manifest and not registry.load(manifest[0].spec.backend.type).runs_without_cluster:
         metadata = manifest[0].metadata

@@ -106,7 +106,7 @@ def open_target(
     """
     if backend is not None:
         registry.load(backend)  # an unknown name is refused before the manifest is read
-    job, manifest = load_job(file, backend=backend, may_go_on=runs_here)
+    job, manifest = load_job(file, backend=backend, may_resume=runs_here)
     kind = registry.load(job.spec.backend.type)
     if runs_here and not kind.runs_without_cluster:
         message = (

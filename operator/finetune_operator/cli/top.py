@@ -85,7 +85,7 @@ def top(
 def _source(job: str | None, namespace: str | None, *, all_namespaces: bool) -> ScreenSource:
     if job is None:
         return all_in_cluster(namespace) if namespace or all_namespaces else all_here()
-    manifest = load_job(Path(job), may_go_on=True) if os.path.isfile(job) else None
+    manifest = load_job(Path(job), may_resume=True) if os.path.isfile(job) else None
     if manifest and not registry.load(manifest[0].spec.backend.type).runs_without_cluster:
         metadata = manifest[0].metadata
         return job_in_cluster(Key(namespace or metadata.namespace, metadata.name))

@@ -161,11 +161,11 @@ def _method(spec: FineTuneJobSpec, locations: Locations) -> trainer.MethodConfig
     lora = method.lora.model_dump(exclude={"start_from"}) if method.lora else {}
     start_from = method.lora.start_from if method.lora else None
     adapter = locations.place_of(start_from) if start_from else None
-    unsaid = Quantization.NF4 if method.type is MethodType.QLORA else Quantization.NONE
+    default = Quantization.NF4 if method.type is MethodType.QLORA else Quantization.NONE
     return trainer.MethodConfig(
         type=method.type.value,
         lora=trainer.LoraSettings(**lora, start_from=adapter),
-        quantization=(method.quantization or unsaid).value,
+        quantization=(method.quantization or default).value,
     )
 
 
