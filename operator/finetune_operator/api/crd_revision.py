@@ -48,7 +48,7 @@ def unrecorded(definition: dict[str, Any]) -> str | None:
     if REVISIONS.get(name, ())[-1:] == (digest,):
         return None
     return (
-        f"the schema of {name} changed, so that its revision must be raised: append"
+        f"the schema of {name} has changed; raise its revision: append"
         f' "{digest}" to its lines in finetune_operator/api/crd_revision.py, then run: make crd'
     )
 

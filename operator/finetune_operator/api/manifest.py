@@ -118,7 +118,7 @@ def _read_file(file: str, is_from_folder: bool) -> Iterator[Manifest | Problem]:
     if isinstance(raw, Problem):
         # A folder of manifests may also contain data files.
         is_data = is_json and is_from_folder and raw.message == TOO_LARGE
-        yield _note(f"passed over: it {raw.message}", file, None) if is_data else raw
+        yield _note(f"skipped: it {raw.message}", file, None) if is_data else raw
         return
     try:
         text = raw.decode("utf-8-sig")
@@ -156,11 +156,11 @@ def _jobs_in(
         for index in range(len(value["items"])):
             yield from _jobs_in(_item(document, index), file, is_from_folder)
     elif kind is None and is_from_folder:
-        yield _note("passed over: it has no kind", file, document.line)
+        yield _note("skipped: it has no kind", file, document.line)
     elif is_from_folder and _is_record(value):
-        yield _note("passed over: it is the record of a job, not a manifest", file, document.line)
+        yield _note("skipped: it is the record of a job, not a manifest", file, document.line)
     elif not isinstance(value, dict):
-        message = f"is {show_value(value)}, which is no Kubernetes object"
+        message = f"is {show_value(value)}, which is not a Kubernetes object"
         yield Problem("", message, file=file, line=document.line)
     else:
         yield _job_or_problem(document, value, file)
@@ -193,9 +193,9 @@ def _job_or_problem(document: YamlDocument, value: dict[str, Any], file: str) ->
         message = f"{show_value(api_version)} is not known; write apiVersion: {API_VERSION}"
         return Problem("apiVersion", message, file=file, line=manifest.line_of(("apiVersion",)))
     if is_ours:
-        message = f"{show_value(kind)} is no kind of {GROUP}; write kind: {KIND}"
+        message = f"{show_value(kind)} is not a kind of {GROUP}; write kind: {KIND}"
         return Problem("kind", message, file=file, line=manifest.line_of(("kind",)))
-    return _note(f"passed over: its kind is {kind}", file, document.line)
+    return _note(f"skipped: its kind is {kind}", file, document.line)
 
 
 def _note(message: str, file: str, line: int | None) -> Problem:

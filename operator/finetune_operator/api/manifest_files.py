@@ -18,7 +18,7 @@ from finetune_operator.api.problems import Problem, Severity
 STDIN = "-"
 MOST_BYTES = 16 * 2**20
 """Objects in a cluster have at most 1.5 MiB."""
-TOO_LARGE = f"is larger than {MOST_BYTES // 2**20} MiB, which no manifest is; split it"
+TOO_LARGE = f"is larger than {MOST_BYTES // 2**20} MiB, the limit for a manifest; split it"
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")  # a Path drops one of the two
@@ -56,7 +56,7 @@ def files_below(folder: str) -> Iterator[str | Problem]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if os.path.islink(inner := os.path.join(place, name)):
-                message = "passed over: it is a link to a folder; name that folder"
+                message = "skipped: it is a link to a folder; name that folder"
                 problems.append(Problem("", message, Severity.WARNING, inner))
         found += [
             Path(place, name)
@@ -65,7 +65,7 @@ def files_below(folder: str) -> Iterator[str | Problem]:
         ]
     yield from problems
     if not found:
-        yield Problem("", "holds no .yaml, .yml or .json file", file=folder)
+        yield Problem("", "contains no .yaml, .yml or .json file", file=folder)
     yield from map(str, sorted(found))
 
 
@@ -84,7 +84,7 @@ def read_bytes(file: str) -> bytes | Problem:
 
 
 def _closed(error: OSError) -> Problem:
-    message = f"cannot be read ({error.strerror}); what is in it was not looked at"
+    message = f"cannot be read ({error.strerror}); its files were not checked"
     return Problem("", message, file=str(error.filename))
 
 
@@ -104,7 +104,7 @@ def _read_file(file: str) -> bytes | Problem:
     mode = os.stat(file).st_mode  # before open(), which may wait for a writer
     for is_kind, name in _KINDS:
         if is_kind(mode) and not is_stream(file):
-            message = f"is {name}; name a file, or feed it to standard input (-f -)"
+            message = f"is {name}; name a file, or pipe it to standard input (-f -)"
             return Problem("", message, file=file)
     with open(file, "rb") as opened:
         return _bounded(opened, file)

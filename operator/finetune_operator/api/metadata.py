@@ -90,11 +90,11 @@ def wrong_key(key: str) -> str:
     prefix, slash, name = key.rpartition("/")
     if slash and not is_subdomain(prefix):
         return (
-            f"cannot be a key, as {show_value(prefix)} before the / is no DNS name such as "
-            "example.com in lower case, without a further /"
+            f"cannot be a key, because {show_value(prefix)} before the / is not a DNS name; use a "
+            "name such as example.com in lower case, without another /"
         )
     if not _is_word(name):
-        after = " after the /" if slash else ", or put a DNS name and a / before those"
+        after = " after the /" if slash else ", optionally after a DNS name and a /"
         return f"cannot be a key; use {_WORDS}{after}"
     return ""
 
@@ -134,7 +134,7 @@ def _check(metadata: Mapping[str, Any]) -> Iterator[Finding]:
     for field in ("creationTimestamp", "deletionTimestamp"):
         time = metadata.get(field)
         if isinstance(time, str) and not _is_time(time):
-            text = "is no time; write it as 2006-01-02T15:04:05Z, or remove it"
+            text = "is not a time; write it as 2006-01-02T15:04:05Z, or remove it"
             yield Finding(("metadata", field), f"{show_value(time)} {text}")
 
 
@@ -147,8 +147,8 @@ def _annotations(metadata: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(("metadata", "annotations", key), wrong)
     if size > _LONGEST_ANNOTATIONS:
         text = (
-            f"have {size:,} bytes, keys and values together, and at most {_LONGEST_ANNOTATIONS:,} "
-            "fit; keep large texts elsewhere"
+            f"have {size:,} bytes including keys, but at most {_LONGEST_ANNOTATIONS:,} fit; store "
+            "large texts elsewhere"
         )
         yield Finding(("metadata", "annotations"), text)
 
@@ -160,7 +160,7 @@ def _finalizers(given: Any) -> Iterator[Finding]:
             text = wrong.replace("be a key", "be a finalizer")
             yield Finding(("metadata", "finalizers", index), f"{show_value(name)} {text}")
     if {"orphan", "foregroundDeletion"} <= set(names):
-        text = "holds orphan and foregroundDeletion, which exclude each other; remove one"
+        text = "contains orphan and foregroundDeletion, which are mutually exclusive; remove one"
         yield Finding(("metadata", "finalizers"), text)
 
 
@@ -179,7 +179,7 @@ def _owners(given: Any) -> Iterator[Finding]:
             yield Finding(path, "names an Event, which cannot own anything; remove it")
     controllers = {str(one.get("uid")) for one in owners if one.get("controller") is True}
     if len(controllers) > 1:
-        text = "has several owners with controller: true, and one object can have one; remove some"
+        text = "has several owners with controller: true, but can have only one; remove some"
         yield Finding(("metadata", "ownerReferences"), text)
 
 

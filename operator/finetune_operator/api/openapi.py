@@ -204,7 +204,7 @@ def _constrain(schema: Schema, item: Any) -> None:
     elif isinstance(getattr(item, "pattern", None), str):
         schema["pattern"] = item.pattern
     else:
-        raise TypeError(f"{item} cannot be said in a structural schema")
+        raise TypeError(f"{item} has no form in a structural schema")
 
 
 def with_rules(schema: Schema, rules: tuple[Rule, ...]) -> Schema:

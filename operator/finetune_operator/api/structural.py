@@ -113,14 +113,14 @@ def _check_object(
 
 def _unknown(key: str, properties: dict[str, Schema], owners: Owners) -> str:
     for known in get_close_matches(key, properties, n=1, cutoff=0.7):
-        return f"is no known field; did you mean {known}?"
+        return f"is not a known field; did you mean {known}?"
     if key in owners:
-        return f"is no known field here; did you mean {owners[key]}?"
+        return f"is not a known field here; did you mean {owners[key]}?"
     for known in get_close_matches(key, owners, n=1, cutoff=0.8):
-        return f"is no known field; did you mean {owners[known]}?"
+        return f"is not a known field; did you mean {owners[known]}?"
     if len(properties) > 12:
-        return "is no known field; remove it"
-    return f"is no known field; remove it, or use one of {', '.join(properties)}"
+        return "is not a known field; remove it"
+    return f"is not a known field; remove it, or use one of {', '.join(properties)}"
 
 
 def _owners(schema: Schema, path: FieldPath = ()) -> Owners:

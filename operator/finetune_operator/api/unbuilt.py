@@ -55,7 +55,7 @@ UNBUILT = (
 
 def check_built(value: Any) -> Iterator[Finding]:
     """Yield a finding for each unsupported value of an object with its defaults."""
-    return check_fields(value, UNBUILT, "is not built yet")
+    return check_fields(value, UNBUILT, "is not supported yet")
 
 
 def check_fields(value: Any, table: Iterable[Unbuilt], complaint: str) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ def check_manifest(
 
     Args:
         manifest: The manifest.
-        with_unbuilt: Also report unsupported values; otherwise the verdict is that of the API
+        with_unbuilt: Also report unsupported values; otherwise the verdict matches the API
             server.
         may_resume: Leave out the rules for the first attempt only, which `check_start` checks.
     """
@@ -47,7 +47,7 @@ def check_manifest(
     found = map(manifest.problem, findings)
     problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
     if "status" in manifest.value:
-        message = "is written by the controller; what stands here is ignored"
+        message = "is written by the controller; this value is ignored"
         place = manifest.line_of(("status",))
         problems.append(Problem("status", message, Severity.WARNING, manifest.file, place))
     return sorted(problems, key=lambda problem: problem.line or 0)
@@ -124,7 +124,13 @@ def load_job(
     if len(reading.manifests) != 1:
         count = len(reading.manifests)
         raise InvalidJobError(
-            [Problem("", f"holds {count} FineTuneJobs; give a file with one", file=str(path))]
+            [
+                Problem(
+                    "",
+                    f"contains {count} FineTuneJobs; use a file with exactly one",
+                    file=str(path),
+                )
+            ]
         )
     manifest = reading.manifests[0]
     if backend is not None:

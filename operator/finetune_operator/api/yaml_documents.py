@@ -131,7 +131,7 @@ class _Builder:
         self._lines.setdefault(path, self._line(node))
         if self._values > _MOST_VALUES or id(node) in self._open:
             raise yaml.MarkedYAMLError(
-                problem="its anchors expand without end", problem_mark=node.start_mark
+                problem="its anchors expand without limit", problem_mark=node.start_mark
             )
         self._open.add(id(node))
         try:
@@ -160,7 +160,7 @@ class _Builder:
             result[key] = self._value(value_node, (*path, key))
         for other in merged:
             if not isinstance(other, MappingNode):
-                self._problem(path, "merges (<<) what is not a mapping", other)
+                self._problem(path, "merges (<<) a value that is not a mapping", other)
                 continue
             result = self._mapping(other, path) | result
         return result
@@ -180,15 +180,15 @@ class _Builder:
         if node.tag == _STRING:
             return _join_surrogates(text)
         if node.tag != _PLAIN:
-            self._problem(path, f"has the tag {node.tag}, which is not read; remove it", node)
+            self._problem(path, f"has the tag {node.tag}, which is not supported; remove it", node)
             return text
         if _NOT_JSON.fullmatch(text):
-            self._problem(path, f"{text} is not a number that can be sent; write one", node)
+            self._problem(path, f"{text} is not a number in JSON; write a number", node)
             return text
         value = plain_scalar(text)
         if isinstance(value, float) and math.isinf(value):
             shown = show_value(text).strip('"')
-            self._problem(path, f"{shown} is a larger number than can be sent; write one", node)
+            self._problem(path, f"{shown} is too large a number; write a smaller one", node)
             return text
         return value
 

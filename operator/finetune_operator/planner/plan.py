@@ -63,8 +63,8 @@ def make_plan(job: FineTuneJob) -> Plan:
     if strategy is StrategyType.AUTO:
         strategy = StrategyType.DDP
         reasons.append(
-            "strategy ddp: every rank holds the whole model and only gradients travel; where it "
-            "does not fit, set fsdp or zero1 to zero3"
+            "strategy ddp: every rank holds the whole model, and only gradients are exchanged; if "
+            "the model does not fit, set fsdp or zero1 to zero3"
         )
     precision = spec.training.precision
     if precision is Precision.AUTO:

@@ -98,7 +98,7 @@ def test_an_unbuilt_field_exists_and_its_default_is_built(entry: Any) -> None:
 )
 def test_what_nothing_acts_on_yet_is_named(overrides: dict[str, Any], field: str) -> None:
     found = problems(**overrides)
-    assert [line for line in found if line.startswith(field) and "is not built yet; " in line]
+    assert [line for line in found if line.startswith(field) and "is not supported yet; " in line]
 
 
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
@@ -108,7 +108,7 @@ def test_a_number_that_json_lacks_is_one_problem(tmp_path: Path, number: str) ->
     code, output = ftctl("validate", "-f", file)
     assert code == 1
     [line] = [line for line in output.splitlines() if "learningRate" in line]
-    assert f"spec.training.learningRate {number} is not a number that can be sent" in line
+    assert f"spec.training.learningRate {number} is not a number in JSON" in line
 
 
 def test_a_folder_is_no_manifest_to_run(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_output_for_programs_holds_the_same(tmp_path: Path) -> None:
                 "file": str(tmp_path / "job.yaml"),
                 "line": 24,
                 "path": "spec.nix",
-                "message": "is no known field; remove it",
+                "message": "is not a known field; remove it",
                 "severity": "error",
             }
         ],
@@ -242,8 +242,8 @@ def test_load_job_puts_another_backend_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ([manifest(), manifest(name="b")], "holds 2 FineTuneJobs; give a file with one"),
-        ([{"apiVersion": "v1", "kind": "Service"}], "holds 0 FineTuneJobs"),
+        ([manifest(), manifest(name="b")], "contains 2 FineTuneJobs; use a file with exactly one"),
+        ([{"apiVersion": "v1", "kind": "Service"}], "contains 0 FineTuneJobs"),
         ([manifest(capacity="spot")], "spec.capacity"),
     ],
 )

@@ -12,7 +12,7 @@ import yaml
 from pydantic.alias_generators import to_camel, to_snake
 
 from finetune_operator import __version__
-from finetune_operator.api.crd import KEPT, crd_files
+from finetune_operator.api.crd import RETAINED, crd_files
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION
 from finetune_operator.api.v1alpha1 import FineTuneProfile
 from finetune_operator.backends.aks.network import OPERATOR_LABELS
@@ -133,7 +133,7 @@ def test_definitions_are_those_of_the_code_and_outlive_the_release() -> None:
     found = of_kind(rendered(crds={"install": True}), "CustomResourceDefinition")
 
     assert found == wanted
-    assert all(one["metadata"]["annotations"].items() >= KEPT.items() for one in found)
+    assert all(one["metadata"]["annotations"].items() >= RETAINED.items() for one in found)
     assert of_kind(rendered(), "CustomResourceDefinition") == []
 
 

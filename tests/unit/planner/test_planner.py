@@ -20,8 +20,8 @@ def test_plan_states_every_choice_and_why_it_was_made():
         compiles=False,
         micro_batch_size=1,
         reasons=(
-            "strategy ddp: every rank holds the whole model and only gradients travel; where it "
-            "does not fit, set fsdp or zero1 to zero3",
+            "strategy ddp: every rank holds the whole model, and only gradients are exchanged; if "
+            "the model does not fit, set fsdp or zero1 to zero3",
             "precision fp32: the default on a cpu device",
             "activation checkpointing none: it costs time and saves only memory",
             "micro-batch 1: a pack already fills maxSeqLength",

@@ -16,7 +16,7 @@ Quantity = Annotated[
 
 
 class Allowances(ApiModel):
-    """Namespaces that may use the profile, and what their jobs may name; * and ? match any text."""
+    """Namespaces that may use the profile, and names that jobs may use; * and ? are wildcards."""
 
     namespaces: Patterns = Field([])
     """Namespaces whose jobs may use the profile."""

@@ -343,7 +343,7 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
 @pytest.mark.parametrize(
     ("kind", "key", "value", "says"),
     [
-        ("labels", "a/b/c", "x", 'cannot be a key, as "a/b" before the / is no DNS name'),
+        ("labels", "a/b/c", "x", 'cannot be a key, because "a/b" before the / is not a DNS name'),
         ("labels", "a", "x y", '"x y" cannot be the value of a label'),
         ("annotations", "A B", "x", "cannot be a key; use at most 63 letters"),
     ],
