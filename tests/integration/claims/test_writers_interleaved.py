@@ -43,5 +43,5 @@ def test_no_interleaving_on_a_local_disk_does_either() -> None:
 
 
 def test_the_writers_need_no_torch() -> None:
-    command = "import sys, writers; sys.exit('torch' in sys.modules)"
+    command = "import sys; from support.checkpoint import writers; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], env=clean_environment(), check=True)

@@ -35,6 +35,7 @@ VARIABLES = {
     ("backends/aks/submit.py", "resource"): set(CHILD_KINDS.values()),
     ("backends/aks/upkeep.py", "resource"): set(kept.KINDS),
     ("kernel/informer.py", "self.watch.resource"): {one.resource for one in AksBackend.watches},
+    ("kernel/rights.py", "kind"): {ACCESS_REVIEWS},  # reviews of other accounts are the doctor's
 }
 NOT_CALLED = {(FINE_TUNE_JOBS, "update", "finalizers")}
 """Asked for by an admission plugin when a child is created."""

@@ -39,7 +39,7 @@ def test_a_job_has_its_names_in_every_uri_and_nothing_else_is_taken(field: str) 
     for wrong in ("{uid}", "{Name}", "{", "a}", "{{name}}", "{}"):
         refused = check_object(defaulted(manifest(**{field: f"file://./{wrong}"})))
         (message,) = [one.message for one in refused if "brace" in one.message]
-        assert "known are {namespace} and {name}" in message
+        assert "use {namespace} or {name}" in message
 
 
 def test_further_rows_have_them_too_and_the_object_is_left_as_it_is() -> None:

@@ -387,7 +387,8 @@ def test_without_the_azure_sdk_a_job_says_what_to_install_and_no_attempt_is_open
 
 def test_no_part_of_the_azure_sdk_is_imported_before_a_job_is_to_be_submitted() -> None:
     code = (
-        "import sys, asyncio, azureml_cases; azureml_cases.CASES['serverless-spot'].text();"
+        "import sys, asyncio; from support.azureml import azureml_cases;"
+        "azureml_cases.CASES['serverless-spot'].text();"
         "from finetune_operator.testing.suite import Lent;"
         "backend = azureml_cases.backend();"
         "asyncio.run(backend.start(Lent())); asyncio.run(backend.close());"
