@@ -302,7 +302,7 @@ def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> 
     hub = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
     dev.apply(backend__type="aks", **hub)
     wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", PROMPT_SECONDS)
-    sentence = "spec.backend.type aks does not run here (available: local, azureml); use one"
+    sentence = "spec.backend.type aks does not run here (available: local, azureml); use an "
     assert sentence in condition(dev.job(), "Accepted")["message"]
 
 
