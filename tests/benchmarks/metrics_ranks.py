@@ -21,7 +21,7 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import StopSignal
-from finetune_trainer.step_work import StepWork
+from finetune_trainer.step_counters import StepCounters
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.world import World
@@ -33,7 +33,7 @@ TELLING: tuple[tuple[Any, str, Any], ...] = (
     (PhaseClock, "enter", TimedPhase.OTHER),
     (PhaseClock, "take_marks", ()),
     (PhaseClock, "count", None),
-    (StepWork, "add", None),
+    (StepCounters, "add", None),
     (loop, "step_report", _REPORT),
     (Telemetry, "step", None),
 )

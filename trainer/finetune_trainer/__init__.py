@@ -1,3 +1,3 @@
-"""Train a language model as one `TrainConfig` asks; importing this package imports no torch."""
+"""Train a language model as a `TrainConfig` states; importing this package imports no torch."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""Let the model answer the sample prompts, so that a person sees what training changed.
+"""Generate responses to the sample prompts, so that a user sees what training changed.
 
-Called by `rank`, before training and after it. Rank 0 alone answers; the other ranks wait at the
-next collective. Greedy decoding, so the same weights give the same words.
+Called by `rank` before and after training. Only rank 0 generates; the other ranks wait in the next
+collective. Decoding is greedy, so the same weights give the same text.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import nn
 
 from finetune_trainer.config import Phase
 from finetune_trainer.control import unless_stopped
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
 from finetune_trainer.model.adapters import in_format_of_base
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 48
-# Share of the GPU's free memory that a copy of the model may take; the rest is for its states.
+# Share of the GPU's free memory that a copy of the model may take; the rest is for its caches.
 _SHARE_OF_FREE_MEMORY = 0.8
 
 
 def answer_prompts(
     run: Run, tokenizer: "PreTrainedTokenizerBase", *, when: Literal["before", "after"]
 ) -> None:
-    """Let rank 0 answer the sample prompts, before training and after it."""
+    """Let rank 0 answer the sample prompts, before and after training."""
     prompts = run.config.telemetry.sample_prompts
     if not prompts:
         return
     run.telemetry.phase(Phase.ANSWERING)
-    reach("answering", run.plan.total_steps if when == "after" else 0)
-    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+    failpoint("answering", run.plan.total_steps if when == "after" else 0)
+    model = run.strategy.whole_model()  # a collective, so not interruptible
 
     def work() -> None:
         if model is None:
@@ -53,9 +53,9 @@ def answer_prompts(
 def place_to_answer(
     model: nn.Module, device: torch.device, free_bytes: Callable[[], int]
 ) -> torch.device:
-    """Return where `model` answers: on this rank's `device` if there is room for a copy.
+    """Return the device for generation: this rank's `device` if a copy of the model fits.
 
-    What is sharded has been gathered in host memory, where each token would take seconds.
+    A sharded model has been gathered in host memory, where each token would take seconds.
     """
     home = next(model.parameters()).device
     if home == device:
@@ -66,12 +66,12 @@ def place_to_answer(
 
 
 def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
-    """Return what the model says to one user turn, or how it continues where it has no template.
+    """Return the model's response to a user turn, or its continuation without a chat template.
 
-    The model's mode is put back, and nothing of its state changes.
+    The mode and the state of the model are unchanged afterwards.
     """
     inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
-    # Answers grow by a token at a time: compiled layers would be compiled for each length.
+    # Each new token is a new length, for which compiled layers would be compiled again.
     stance = torch.compiler.set_stance("force_eager")
     with stance, torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
         output = model.generate(  # type: ignore[operator]  # a transformers or peft model
@@ -83,8 +83,8 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
             top_k=None,
             pad_token_id=tokenizer.pad_token_id,
         )
-    said = output[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(said, skip_special_tokens=True)).strip()
+    generated = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(generated, skip_special_tokens=True)).strip()
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":

@@ -1,7 +1,7 @@
-"""How a rank learns that it must stop, agrees on it with the others, and chooses its exit code.
+"""Handle stop requests of a rank, agree on them among the ranks, and choose the exit code.
 
 `worker` installs the signal handlers and wraps the rank's work in `guard`; the loop votes in an
-`Agreement` at every step boundary. Nothing else decides an exit code.
+`Agreement` at every step boundary. Exit codes are chosen only here.
 """
 
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# What gloo, NCCL and the store say when the process at the other end is gone or does not answer.
+# Errors of gloo, NCCL and the store if the process at the other end is gone or does not respond.
 _LOST_PEER_PHRASES = (
     "application timeout caused pair closure",
     "broken pipe",
@@ -47,7 +47,7 @@ _LOST_PEER_PHRASES = (
     "timed out waiting",
     "wait timeout after",
 )
-# What gloo and NCCL say when a peer is there and does not come to a collective.
+# Errors of gloo and NCCL if a living peer does not enter a collective.
 _HANG_PHRASES = (
     "due to collective timeout",
     "ms for recv operation to complete",
@@ -55,8 +55,8 @@ _HANG_PHRASES = (
     "watchdog caught collective operation timeout",
     "watchdog hang",
 )
-# NCCL's own name for any call of the system that failed: mostly a connection. What it adds says
-# where it was something of this node, as shared memory that is too small.
+# NCCL's name for any failed system call, mostly of a connection. The text after it shows whether
+# the cause is on this node, such as too little shared memory.
 _SYSTEM_ERROR_OF_NCCL = "ncclsystemerror"
 _OF_THIS_NODE = ("shared memory", "/dev/shm", "no space left", "malloc failed", "mmap")
 _LAST_ERROR_OF_NCCL = "Last error:"
@@ -71,14 +71,14 @@ _OUT_OF_MEMORY_PHRASES = (
 
 
 class BrokenOff(BaseException):
-    """A signal came where nothing needs to be saved; no `except Exception` may catch it."""
+    """Raised by a signal in interruptible work; must not be caught by `except Exception`."""
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT came; the loop asks at its step boundaries.
+    """Remembers a SIGTERM or SIGINT; the loop checks it at step boundaries.
 
-    A signal interrupts no work but that inside `breaks` or `leads_to`, and a second one changes
-    nothing: Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
+    A signal interrupts only work inside `breaks` or `leads_to`, and a second signal has no effect:
+    Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
     """
 
     def __init__(self) -> None:
@@ -88,16 +88,16 @@ class StopSignal:
         self._act: Callable[[], object] | None = None
 
     def install(self) -> None:
-        """Take over SIGTERM and SIGINT, and what came of them before; call from the main thread."""
+        """Handle SIGTERM and SIGINT, including earlier ones; call from the main thread."""
         for number in first_signal.NUMBERS:
             signal.signal(number, self._handle)
         if (came := first_signal.name()) is not None:
             self.request(came)
 
     def request(self, reason: str, notice_seconds: float = float("inf")) -> None:
-        """Ask for a stop ("stopped by `reason`"); the first one is kept.
+        """Request a stop ("stopped by `reason`"); only the first request counts.
 
-        `notice_seconds` says when the node goes, where that is known.
+        `notice_seconds` is the time until the node is removed, if known.
         """
         if self._reason is None:
             self._asked_at, self._notice_seconds = time.monotonic(), notice_seconds
@@ -105,12 +105,12 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """True from the first signal on."""
+        """Whether a stop has been requested."""
         return self._reason is not None
 
     @property
     def reason(self) -> str | None:
-        """Name of the signal that came first, or None."""
+        """Name of the first signal, or None."""
         return self._reason
 
     def seconds_left(self, grace_seconds: float) -> float:
@@ -121,7 +121,7 @@ class StopSignal:
 
     @contextmanager
     def breaks(self) -> Iterator[None]:
-        """Let a signal, also one that has come already, raise `BrokenOff` in the block."""
+        """Let a signal, including an earlier one, raise `BrokenOff` in the block."""
 
         def break_off() -> None:
             raise BrokenOff
@@ -131,7 +131,7 @@ class StopSignal:
 
     @contextmanager
     def leads_to(self, act: Callable[[], object]) -> Iterator[None]:
-        """Let a signal, also one that has come already, call `act` in the block, once."""
+        """Let a signal, including an earlier one, call `act` once in the block."""
         try:
             self._act = act
             if self.requested:
@@ -145,18 +145,18 @@ class StopSignal:
         self._act_once()
 
     def _act_once(self) -> None:
-        act, self._act = self._act, None  # what is cleaned up on the way out must not act again
+        act, self._act = self._act, None  # not again during cleanup
         if act is not None:
             act()
 
 
 class Agreed(NamedTuple):
-    """The result of all ranks' votes at one boundary; equal on every rank.
+    """Result of all ranks' votes at one boundary; equal on every rank.
 
     Attributes:
-        stop: some rank was asked to stop: commit a checkpoint and leave.
-        save: some rank wants a checkpoint now.
-        is_overtaken: rank 0 has found a higher claim on a folder: leave at once.
+        stop: A rank was asked to stop: commit a checkpoint and leave.
+        save: A rank wants a checkpoint now.
+        is_overtaken: Rank 0 has found a higher claim on a folder: leave at once.
     """
 
     stop: bool
@@ -164,41 +164,40 @@ class Agreed(NamedTuple):
     is_overtaken: bool = False
 
     def or_else(self, *, save: bool, is_overtaken: bool) -> Self:
-        """Return this with what was agreed upon besides."""
+        """Return this result combined with other votes."""
         return self._replace(save=self.save or save, is_overtaken=self.is_overtaken or is_overtaken)
 
 
 class Agreement:
-    """One tiny all-reduce a step, read a step later, so that no rank ever waits for it.
+    """A small all-reduce per step, read a step later so that no rank waits for it.
 
     Every rank must call `exchange` at the same boundaries. All ranks see a vote at the same
-    boundary: the one after it was cast. A single process has nobody to wait for and sees its
-    own vote at once.
+    boundary, the next one after it was cast. A single process sees its own vote immediately.
     """
 
     def __init__(self, world: World) -> None:
         self._group = world.control_group
-        self._meet = world.meet
+        self._liveness_barrier = world.liveness_barrier
         self._in_flight: tuple[Work, torch.Tensor] | None = None
-        self._open = Agreed(False, False)  # seen between two boundaries, and kept for the next
+        self._open = Agreed(False, False)  # votes seen between boundaries, for the next one
 
     def exchange(self, stop: bool, save: bool = False, is_overtaken: bool = False) -> Agreed:
-        """Cast this rank's votes, and return what all ranks voted at the boundary before."""
+        """Cast this rank's votes and return all ranks' votes of the previous boundary."""
         agreed = self._vote(stop, save, is_overtaken)
-        kept, self._open = self._open, Agreed(False, False)
-        return agreed.or_else(save=kept.save, is_overtaken=kept.is_overtaken)
+        earlier, self._open = self._open, Agreed(False, False)
+        return agreed.or_else(save=earlier.save, is_overtaken=earlier.is_overtaken)
 
     def is_stopping(self, stop: bool) -> bool:
-        """Vote between two boundaries; what else was voted for stays for the next boundary."""
+        """Vote for a stop between two boundaries; other votes wait for the next boundary."""
         agreed = self._vote(stop, False)
         self._open = self._open.or_else(save=agreed.save, is_overtaken=agreed.is_overtaken)
         return agreed.stop
 
     def any(self, vote: bool) -> bool:
-        """Return whether any rank votes so; it waits for all of them, however long they work."""
-        self._meet()
+        """Return whether any rank votes True; waits for all ranks, however long they work."""
+        self._liveness_barrier()
         own = self._vote(vote, False)
-        return (self.settle() or own).stop
+        return (self.finish_vote() or own).stop
 
     def _vote(self, stop: bool, save: bool, is_overtaken: bool = False) -> Agreed:
         if self._group is None:
@@ -207,50 +206,50 @@ class Agreement:
         import torch
         import torch.distributed as dist
 
-        before = self.settle()
+        before = self.finish_vote()
         votes = torch.tensor([stop, save, is_overtaken], dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None  # async_op=True always returns the handle
         self._in_flight = (work, votes)
         return before or Agreed(False, False)
 
-    def settle(self) -> Agreed | None:
-        """Finish the vote in flight, if any; call it once more before the groups are closed."""
+    def finish_vote(self) -> Agreed | None:
+        """Finish the vote in flight, if any; also required before the groups are closed."""
         if self._in_flight is None:
             return None
         (work, votes), self._in_flight = self._in_flight, None
-        work.wait()  # over since long: it had a whole step for 8 bytes
+        work.wait()  # finished long ago: 12 bytes had a whole step
         return Agreed(*map(bool, votes.tolist()))
 
 
 def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:
-    """Do work that a signal breaks off, as nothing of it needs saving; a collective.
+    """Do work that a signal may interrupt because it has no state to save; a collective.
 
     Raises:
-        Preempted: it was broken off on some rank, so every rank leaves here.
+        Preempted: The work was interrupted on some rank, so every rank leaves here.
     """
     done: list[_T] = []
     try:
         with stop.breaks():
             done.append(work())
     except BrokenOff:
-        pass  # told below, to all ranks
+        pass  # shared with all ranks below
     if agreement.any(not done):
         raise preempted(stop)
     return done[0]
 
 
-def preempted(stop: StopSignal, when: str = "while there was nothing new to save") -> Preempted:
-    """Return the error that every rank leaves with."""
+def preempted(stop: StopSignal, when: str = "without new state to save") -> Preempted:
+    """Return the error with which every rank leaves."""
     return Preempted(f"stopped by {stop.reason or 'another rank'} {when}")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an exception means for the attempt.
+    """Meaning of an exception for the attempt.
 
     Attributes:
-        is_collateral: the rank only lost its peers; another one is to blame.
+        is_collateral: The rank only lost its peers; another rank is the cause.
     """
 
     failure_class: FailureClass
@@ -260,12 +259,12 @@ class Verdict:
 
     @property
     def is_own_fault(self) -> bool:
-        """True when the rank that raised is the one to blame."""
+        """Whether the rank that raised is the cause."""
         return not self.is_collateral and self.exit_code != ExitCode.PREEMPTED
 
 
 def judge(error: BaseException) -> Verdict:
-    """Name the failure class, the exit code and the sentence for any exception."""
+    """Derive failure class, exit code and message from an exception."""
     if isinstance(error, TrainerError):
         return Verdict(
             error.failure_class,
@@ -285,8 +284,8 @@ def judge(error: BaseException) -> Verdict:
         return Verdict(
             FailureClass.HUNG,
             ExitCode.ERROR,
-            f"another rank did not come to a collective: {_sentence(error)}; see the logs of all "
-            "ranks; with spec.deadlines.hangSeconds each writes its stacks before that",
+            f"another rank did not enter a collective: {_sentence(error)}; see the logs of all "
+            "ranks; with spec.deadlines.hangSeconds each rank writes its stacks before that",
             is_collateral=True,
         )
     # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
@@ -305,19 +304,19 @@ def judge(error: BaseException) -> Verdict:
 
 
 def _is_of_a_peer(text: str) -> bool:
-    """Whether such a text, in small letters, says that another rank is gone or does not answer."""
+    """Whether a lower-case error text means that another rank is gone or does not respond."""
     if any(phrase in text for phrase in _LOST_PEER_PHRASES):
         return True
     _, is_there, added = text.partition(_SYSTEM_ERROR_OF_NCCL)
-    added = added.partition(_LAST_ERROR_OF_NCCL.lower())[2]  # its name alone mentions malloc
+    added = added.partition(_LAST_ERROR_OF_NCCL.lower())[2]  # its name mentions malloc
     return bool(is_there) and not any(phrase in added for phrase in _OF_THIS_NODE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of this machine or of its GPU."""
+    """Whether this machine or its GPU ran out of memory."""
     if isinstance(error, MemoryError):
         return True
-    torch = sys.modules.get("torch")  # not imported yet: then it is not torch's error
+    torch = sys.modules.get("torch")  # not imported: not an error of torch
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -329,13 +328,13 @@ def guard(
     *,
     on_error: Callable[[Verdict, str], None] = lambda verdict, trace: None,
 ) -> tuple[Termination, Verdict | None]:
-    """Do the work of a process; what it raises becomes its termination, and a verdict beside it.
+    """Run the work of a process; an exception becomes its termination and a verdict.
 
     `on_error` receives that verdict and the formatted traceback, for the log.
     """
     try:
         return work(), None
-    # SystemExit and KeyboardInterrupt too: a rank leaves through its exit code, or not at all.
+    # SystemExit and KeyboardInterrupt as well: a rank leaves only through its exit code.
     except BaseException as error:
         verdict = judge(error)
         on_error(verdict, "".join(traceback.format_exception(error)))
@@ -348,10 +347,10 @@ def guard(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code` and nothing else.
+    """End this process with `code` immediately.
 
-    Everything is written by now. An ordinary exit would run the destructors of gloo's threads,
-    which abort the process (SIGABRT) after an error, and sometimes even after a good end.
+    All output is written by now. An ordinary exit would run the destructors of gloo's threads,
+    which abort the process (SIGABRT) after an error and sometimes after success.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -361,7 +360,7 @@ def leave(code: int) -> NoReturn:
 def _sentence(error: BaseException) -> str:
     """Return the first paragraph of the message; libraries add pages of C++ frames.
 
-    NCCL says what went wrong in the line behind "Last error:".
+    NCCL gives the cause in the line after "Last error:".
     """
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = lines[0] if lines else type(error).__name__

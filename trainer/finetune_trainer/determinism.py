@@ -1,8 +1,8 @@
-"""The same bits in each run on the same GPUs: `spec.training.deterministic`.
+"""Make runs bitwise reproducible on the same GPUs: `spec.training.deterministic`.
 
-On a GPU, parts of a sum may be added in the order in which they happen to be ready. What the
-libraries read from the environment is set by `launch.cuda_environment`; the rest is here. A CPU
-adds up in one order anyway.
+On a GPU, parts of a sum may be added in the order in which they finish. Settings that libraries
+read from the environment are in `launch.cuda_environment`; the others are here. A CPU always adds
+in the same order.
 """
 
 import re
@@ -16,10 +16,10 @@ _NO_SUCH_KERNEL = re.compile(r"^(\S+) does not have a deterministic implementati
 
 @contextmanager
 def deterministic(*, is_asked: bool) -> Iterator[None]:
-    """Compute the same bits each time in this block, where that is asked for.
+    """Compute reproducibly in this block if `is_asked`.
 
     Raises:
-        ConfigError: a kernel that the block needs cannot.
+        ConfigError: A required kernel has no deterministic implementation.
     """
     if not is_asked:
         yield
@@ -33,20 +33,20 @@ def deterministic(*, is_asked: bool) -> Iterator[None]:
             raise
         raise ConfigError(
             f"spec.training.deterministic is not possible: torch has no deterministic {found[1]} "
-            "on this device; set it to false, or leave out what needs that kernel"
+            "on this device; set it to false, or remove the setting that needs that kernel"
         ) from error
 
 
 def _choose_kernels() -> None:
-    """Let torch take kernels that add up in one order, and raise where there is none.
+    """Let torch use deterministic kernels only, and raise if there is none.
 
-    FlashAttention 2 to 4 have a backward pass for it. torch's memory-efficient attention and
-    cuDNN's have none, so a model that brings its own mask falls back to plain products.
+    FlashAttention 2 to 4 have a deterministic backward pass. torch's memory-efficient attention and
+    cuDNN's have none, so a model with its own mask falls back to plain matrix products.
     """
     import torch
 
     torch.use_deterministic_algorithms(True)
-    # Memory that is not written yet is read by nobody here; to fill it takes time at each gather.
+    # No code here reads uninitialised memory; filling it would cost time at each gather.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -1,21 +1,21 @@
-"""Every error the trainer raises on purpose, and the exit code each one ends the process with.
+"""Errors that the trainer raises on purpose, each with the exit code of the process.
 
-    TrainerError                      1    something failed; a restart may help
+    TrainerError                      1    a failure; a restart may help
     ├── DataError                    65    the data set cannot be trained on
     ├── ConfigError                  78    the configuration cannot work; never retried
-    │   ├── FolderTakenError         78    another job has a folder the run must write into
-    │   └── OutputNotWritableError   78    a folder the run must write into is not writable
+    │   ├── FolderTakenError         78    another job owns a folder that the run must write to
+    │   └── OutputNotWritableError   78    a folder that the run must write to is not writable
     ├── Preempted                    75    asked to stop; a checkpoint is committed
     ├── CheckpointError               1    a save or a restore failed
     ├── LostRankError                 1    another rank is gone
-    ├── ClaimLostError                1    a folder was moved or emptied under the run
+    ├── ClaimLostError                1    a folder was moved or emptied during the run
     ├── OvertakenError               93    a later attempt writes here now; never retried
     ├── ExportError                  93    the trained weights cannot be exported; never retried
-    ├── WorldSizeError               93    the ranks that came up are not the ranks asked for
-    └── NonFiniteLossError           93    the loss is not a number, and would be again
+    ├── WorldSizeError               93    the number of ranks differs from the configuration
+    └── NonFiniteLossError           93    the loss is not finite; a retry would repeat it
 
-The message says what is wrong, with the value, and what to do. Only `control` turns an error into
-an exit code; nothing else calls `sys.exit`.
+A message gives the problem, the value and the remedy. Only `control` turns an error into an exit
+code; no other module calls `sys.exit`.
 """
 
 from typing import ClassVar
@@ -24,14 +24,14 @@ from finetune_trainer.config import ExitCode, FailureClass
 
 
 class TrainerError(Exception):
-    """Stop this attempt; the message is the sentence a user reads."""
+    """End this attempt; users read the message."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.ERROR
     failure_class: ClassVar[FailureClass] = FailureClass.ERROR
 
 
 class DataError(TrainerError):
-    """The data set is missing, malformed or has nothing to learn from."""
+    """The data set is missing, malformed or has no tokens to learn."""
 
     exit_code = ExitCode.DATA
     failure_class = FailureClass.DATA_ERROR
@@ -45,14 +45,14 @@ class ConfigError(TrainerError):
 
 
 class FolderTakenError(ConfigError):
-    """Another job has a folder that the run must write into; the message names that job."""
+    """Another job owns a folder that the run must write to; the message names that job."""
 
 
 class OutputNotWritableError(ConfigError):
-    """A folder that the run must write into cannot be written; found before training starts."""
+    """A folder that the run must write to is not writable; found before training starts."""
 
 
-class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no fault of the job
+class Preempted(TrainerError):  # noqa: N818 - the field's own word, and not an error of the job
     """Asked to stop: every rank left at the same step after a committed checkpoint."""
 
     exit_code = ExitCode.PREEMPTED
@@ -60,42 +60,42 @@ class Preempted(TrainerError):  # noqa: N818 - the field's own word, and no faul
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written or read back."""
+    """A checkpoint could not be written or read."""
 
 
 class LostRankError(TrainerError, RuntimeError):
-    """Another rank, to which this one is not to blame, is gone; like what gloo and NCCL raise."""
+    """Another rank is gone and this rank is not the cause; resembles errors of gloo and NCCL."""
 
     failure_class = FailureClass.WORKER_LOST
 
 
 class ClaimLostError(TrainerError):
-    """A claim is not in its folder any more; a restart claims the folder again, if it may."""
+    """A claim has disappeared from its folder; a restart claims the folder again if it may."""
 
 
 class OvertakenError(TrainerError):
-    """A higher claim on one of the run's folders was found; what this run knows is outdated."""
+    """A higher claim on one of the run's folders was found; this run's knowledge is outdated."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.OVERTAKEN
 
 
 class ExportError(TrainerError):
-    """The trained weights, or their merge, cannot be exported, and could not after a restart."""
+    """The trained weights or their merge cannot be exported, also not after a restart."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART
 
 
 class WorldSizeError(TrainerError):
-    """The engine built another world than `TrainConfig` states; training would be wrong."""
+    """The engine built a world of another size than `TrainConfig` states."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART
 
 
 class NonFiniteLossError(TrainerError):
-    """The loss of a step is not a number; the same data and seed would lead there again."""
+    """The loss of a step is not finite; the same data and seed would lead there again."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART

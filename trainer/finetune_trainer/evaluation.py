@@ -1,4 +1,4 @@
-"""The held-out loss: every row once over all ranks, no logits kept."""
+"""Compute the held-out loss: every row once over all ranks, without storing logits."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from finetune_trainer.world import World
 
 # Tokens of one forward pass without gradients; activations are freed layer by layer.
 MAX_TOKENS_PER_BATCH = 2048
-# On a GPU rows are rounded up to so many positions, so that there are few shapes: each new one may
-# be compiled anew, and costs the allocator a block of its own.
+# Rows on a GPU are padded to a multiple of this length to limit the number of shapes: each new
+# shape may be compiled again and needs its own block from the allocator.
 ROUND_TO_ON_GPU = 128
 
 
@@ -28,10 +28,17 @@ def held_out_loss(
 ) -> float | None:
     """Return the mean loss over all label tokens of `dataset`, the same on every rank.
 
-    Every rank sums the losses of its own batches where they were computed, so that the host waits
-    for the device once, at the end; sums and counts meet in one reduction, so the result does not
-    depend on how the rows were divided. After each batch `is_stopping` is asked, a collective of
-    the hosts; once it is true the result is None. `round_to` is `eval_batches`'.
+    Every rank sums the losses of its batches on its device, so that the host waits for the device
+    only once, at the end; one reduction adds sums and counts, so the result does not depend on how
+    rows are divided among ranks.
+
+    Args:
+        strategy: Runs the forward passes.
+        dataset: Held-out rows.
+        world: Ranks that share the rows.
+        is_stopping: Called after each batch, a collective of the hosts; the result is None once it
+            returns True.
+        round_to: See `eval_batches`.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     label_tokens = 0
@@ -48,5 +55,5 @@ def held_out_loss(
             if is_stopping():
                 return None
     totals = torch.stack([loss_sum, torch.full_like(loss_sum, label_tokens)])
-    summed = world.sum(totals).tolist()  # waits for the device, once a pass
+    summed = world.sum(totals).tolist()  # waits for the device, once per evaluation
     return float(summed[0] / summed[1])

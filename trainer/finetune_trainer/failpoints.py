@@ -1,8 +1,8 @@
-"""Named places where a test can kill or stop the process, to prove that nothing is lost there.
+"""Kill or stop the process at named places, so that tests can prove that no state is lost.
 
-Every part of the trainer calls `reach`, which reads one variable of the environment and does
-nothing unless that names the place. It must stay free of torch, as the first places come before
-torch is imported.
+All parts of the trainer call `failpoint`, which reads one environment variable and does nothing
+unless it names the place. This module must not import torch, because some places come before that
+import.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from finetune_trainer.errors import ConfigError
 
-ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # NAME[@STEP][:rank=R][:SIGTERM], separated by commas
-ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # a folder of marks, one for each kill done
+ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # comma-separated NAME[@STEP][:rank=R][:SIGTERM]
+ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # folder with a mark for each kill
 
 FailPoint = Literal[
     "loading",
@@ -41,16 +41,16 @@ _SYNTAX = re.compile(
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def reach(name: FailPoint, step: int = 0) -> None:
-    """Kill this process with SIGKILL if the environment names this place, else do nothing.
+def failpoint(name: FailPoint, step: int = 0) -> None:
+    """Kill this process with SIGKILL if the environment names this place.
 
-    `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or
-    a rank, the first that comes. `:SIGTERM` at the end stops the process instead. Several
-    places are separated by commas. When `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills
-    once: a mark is made there before the kill, so the next attempt passes it.
+    `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or a
+    rank, the first occurrence counts. `:SIGTERM` at the end sends SIGTERM instead. Commas separate
+    several places. If `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills once: it leaves a
+    mark there before the kill, so the next attempt passes.
 
     Raises:
-        ConfigError: the environment names a place that does not exist.
+        ConfigError: The environment names an unknown place.
     """
     wanted = os.environ.get(ENV_FAILPOINT)
     if not wanted:
@@ -66,7 +66,7 @@ def _parse(text: str) -> re.Match[str]:
     match = _SYNTAX.fullmatch(text)
     if match is None or match["name"] not in POINTS:
         raise ConfigError(
-            f"{ENV_FAILPOINT} {text!r} names no failpoint; write NAME[@STEP][:rank=R][:SIGTERM] "
+            f"{ENV_FAILPOINT} {text!r} is not a failpoint; write NAME[@STEP][:rank=R][:SIGTERM] "
             f"with one of {', '.join(POINTS)}"
         )
     return match

@@ -1,4 +1,4 @@
-"""What several parts do with files: replace one at once, make folders anew, sync them to disk."""
+"""Common file operations: replace a file atomically, recreate a folder, sync to disk."""
 
 import errno
 import os
@@ -10,9 +10,9 @@ _CANNOT_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text at once: a reader sees the old one or the new one, nothing between.
+    """Replace a file's text atomically: a reader sees the old text or the new one.
 
-    Without fsync: it is for news, which readers must be able to miss, not for checkpoints.
+    Without fsync: for progress and similar files, which may be lost, not for checkpoints.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -24,7 +24,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Put a file in the place of another at once, or by copying where a layer cannot rename."""
+    """Replace a file by another atomically, or by copying if the file system cannot rename."""
     try:
         source.replace(target)
     except OSError as error:
@@ -36,9 +36,10 @@ def move_file(source: Path, target: Path) -> None:
 
 
 def share_as(path: Path, other: Path) -> None:
-    """Let those read a file who may read `other`, a file made by opening it: the umask's choice.
+    """Give a file the permissions of `other`, a file created by opening it with the umask.
 
-    Some libraries make files that their owner alone may read. A layer without modes is left alone.
+    Some libraries create files that only their owner can read. File systems without modes are left
+    alone.
     """
     mode = stat.S_IMODE(other.stat().st_mode)
     if stat.S_IMODE(path.stat().st_mode) == mode:
@@ -50,21 +51,21 @@ def share_as(path: Path, other: Path) -> None:
             raise
 
 
-def make_anew(folder: Path) -> Path:
-    """Make an empty folder, in the place of what is there, and return it."""
+def recreate(folder: Path) -> Path:
+    """Create an empty folder in place of an existing one, and return it."""
     remove_tree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder as far as listings show what is in it; one that is gone already is fine.
+    """Delete a folder with all contents that listings show; a missing folder is fine.
 
-    Where listings lag, names that are gone are passed over, and a folder with files that are not
-    listed yet stays with them.
+    If listings lag, missing names are skipped, and a folder stays if it has files that are not
+    listed yet.
 
     Raises:
-        OSError: something cannot be deleted.
+        OSError: A file or folder cannot be deleted.
     """
 
     def pass_over(_: object, __: str, error: tuple[object, BaseException, object]) -> None:
@@ -76,7 +77,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
+    """Make a file, or the entries of a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,7 +86,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make every file and folder below `folder`, and itself, durable; all must be listed by now."""
+    """Make `folder` and every file and folder in it durable; all of them must be listed by now."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)

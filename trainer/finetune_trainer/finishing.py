@@ -1,4 +1,4 @@
-"""What follows the last step: the last commit, the best weights, and the export.
+"""Finish a run after its last step: last commit, best weights, export.
 
 Called by `rank` on every rank, in this order.
 """
@@ -10,7 +10,7 @@ from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import unless_stopped
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.export import export
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 from finetune_trainer.loop import Run, report_commit
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for the last checkpoint; when it failed, the trained model is exported all the same."""
+    """Wait for the last checkpoint; if it failed, the trained model is still exported."""
     try:
         with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
             committed = run.store.wait()
-    except CheckpointError:  # the store has reported it
-        run.telemetry.warn("the trained model is exported from memory, without a last checkpoint")
+    except CheckpointError:  # reported by the store
+        run.telemetry.warn("the last checkpoint failed; the trained model is exported from memory")
         return
     report_commit(run, committed)
 
 
 def choose_weights(run: Run, last_step: int) -> str:
-    """With early stopping go back to the best weights; return what the run came to."""
+    """Return to the best weights if early stopping is on; return a description of the result."""
     if run.config.training.early_stopping is None:
         return f"finished after {last_step} steps"
     telemetry, state = run.telemetry, run.strategy.state()
@@ -37,24 +37,26 @@ def choose_weights(run: Run, last_step: int) -> str:
     with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
         best = run.store.load_best(state)
     is_early = last_step < run.plan.total_steps
-    said = f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
+    result = (
+        f"stopped early at step {last_step}" if is_early else f"finished after {last_step} steps"
+    )
     if best is None:
-        return said
+        return result
     run.strategy.load_state(state)
     telemetry.log("went_back", step=best.step, eval_loss=best.eval_loss)
-    return f"{said}, best step {best.step}"
+    return f"{result}, best step {best.step}"
 
 
 def export_model(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """Write the trained model from rank 0, and return the paths of what was written there."""
+    """Export the trained model from rank 0 and return the written paths."""
     telemetry = run.telemetry
     telemetry.phase(Phase.EXPORTING)
-    model = run.strategy.whole_model()  # never broken off: the other ranks would wait in it
+    model = run.strategy.whole_model()  # a collective, so not interruptible
 
     def work() -> tuple[str, ...]:
         if model is None or run.fence is None:
             return ()
-        reach("exporting", run.plan.total_steps)
+        failpoint("exporting", run.plan.total_steps)
         artifacts = export(
             model,
             tokenizer,

@@ -1,27 +1,27 @@
-"""Remembers a SIGTERM or SIGINT that comes before anything can act on it.
+"""Remember a SIGTERM or SIGINT that comes before the trainer can handle it.
 
-`__main__` listens with its first statement, and `control.StopSignal` reads it when it takes over.
-It imports nothing but `signal`: until it listens, a signal ends this process without a message, or
-is lost where this is PID 1 of a container.
+`__main__` calls `listen` first, and `control.StopSignal` reads the signal when it takes over. Only
+`signal` is imported: before `listen`, a signal ends this process without a message, or is lost if
+the process is PID 1 of a container.
 """
 
 import signal
 from types import FrameType
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-"""The signals that ask a process to stop."""
+"""Signals that request a stop."""
 
-_came: list[str] = []  # a process has one set of handlers
+_came: list[str] = []  # global, like a process's signal handlers
 
 
 def listen() -> None:
-    """Take the signals over from their default; call from the main thread."""
+    """Replace the default handlers of the signals; call from the main thread."""
     for number in NUMBERS:
         signal.signal(number, _note)
 
 
 def name() -> str | None:
-    """Return the name of the signal that came first since `listen`; None if none has."""
+    """Return the name of the first signal since `listen`; None without one."""
     return _came[0] if _came else None
 
 

@@ -1,9 +1,9 @@
-"""When Python collects garbage: not while things that stay are made, and between steps as asked.
+"""Pause Python's garbage collector while long-lived objects are created, then run it on schedule.
 
-torch and transformers make a million objects that stay, and a model and its rows some more. The
-collector goes through them many times while they are made, a seventh of the CPU time of a start,
+torch and transformers create a million objects that stay alive, and a model and its rows some
+more. The collector scans them many times during creation, a seventh of the CPU time of a start,
 and again in every full collection between two steps. A rank that collects while the others compute
-keeps all of them waiting at the next collective, each rank at another step.
+delays all of them at the next collective, and each rank would do so at another step.
 """
 
 import gc
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Collect no garbage in this block, and exempt what is there at its end for good."""
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection in this block and freeze all objects at its end."""
     gc.disable()
     try:
         yield
@@ -22,18 +22,18 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def exempt_what_is_there() -> None:
-    """Collect what is garbage now, and look at none of the rest again."""
+def gc_freeze() -> None:
+    """Collect garbage now and exclude the remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
-def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
-    """Collect garbage in this block only after each so many steps; with 0 as Python likes.
+def gc_every(steps: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage in this block only every `steps` steps; 0 leaves it to Python.
 
-    The block calls what it is given with the number of finished steps. That number is the same on
-    all ranks, also after a resume, so that they collect at the same time.
+    The block calls the yielded function with the number of finished steps. That number is the same
+    on all ranks, also after a resume, so they collect at the same time.
     """
 
     def finish(step: int) -> None:

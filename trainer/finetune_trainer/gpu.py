@@ -1,6 +1,6 @@
-"""What a rank tells of its GPU: which one it is, the time of its work, its memory.
+"""Describe a rank's GPU to telemetry: its identity, the time of its work, its memory.
 
-Nothing here waits for the device but `free_memory`. On a CPU there is nothing to tell.
+Only `free_memory` waits for the device. A CPU has no description.
 """
 
 import torch
@@ -10,22 +10,22 @@ from finetune_trainer.telemetry.phases import DeviceClock
 
 
 class CudaClock:
-    """The time of the current stream of a GPU."""
+    """Clock of a GPU's current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """Put an event into the stream."""
+        """Record an event in the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """Return the time between two events that are over."""
+        """Return the time between two finished events."""
         milliseconds: float = earlier.elapsed_time(later)
         return milliseconds / 1000
 
 
 def device_clock(device: torch.device) -> DeviceClock | None:
-    """Return the clock of `device`; None for a CPU, on which the host computes itself."""
+    """Return the clock of `device`; None for a CPU, where the host does the computation."""
     return CudaClock() if device.type == "cuda" else None
 
 
@@ -35,7 +35,7 @@ def is_on_gpu(values: torch.Tensor) -> bool:
 
 
 def begin_copy(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """Begin the copy of `values` to the host; they are there once the event is over."""
+    """Start to copy `values` to the host; the copy is complete when the event has finished."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -44,16 +44,16 @@ def begin_copy(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free, those included that torch's allocator kept for later.
+    """Return the free bytes, including those cached by torch's allocator.
 
-    After training these are most of a GPU. They are given back, which waits for the device.
+    After training the cache is most of a GPU. It is released, which waits for the device.
     """
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def find_gpu(device: torch.device) -> Gpu | None:
-    """Return what telemetry shows of `device`; None for a CPU."""
+    """Return the description of `device` for telemetry; None for a CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -66,7 +66,7 @@ def find_gpu(device: torch.device) -> Gpu | None:
 
 
 def _memory(device: torch.device) -> GpuMemory:
-    """Return what the allocator keeps count of."""
+    """Return the allocator's counters."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     return GpuMemory(
         allocated=stats["allocated_bytes"]["all"]["current"],

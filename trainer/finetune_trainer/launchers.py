@@ -1,7 +1,7 @@
-"""What the launcher of this process says about its place among the ranks.
+"""Read from the environment which place the launcher has given to this process among the ranks.
 
-`world` reads it to connect them, `launch` to tell a rank from a node's main process. It only reads
-what our supervisor, torchrun, mpirun, Azure ML or `accelerate launch` put into the environment.
+`world` reads it to connect the ranks, `launch` to distinguish a rank from a node's main process.
+Supported are our supervisor, torchrun, mpirun, Azure ML and `accelerate launch`.
 """
 
 import os
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from finetune_trainer.errors import ConfigError
 
-ACCELERATE = "accelerate launch"  # by name, where it starts a single process
-_ENV_OF_ACCELERATE = "ACCELERATE_DYNAMO_MODE"  # which it always sets, and a user hardly ever
+ACCELERATE = "accelerate launch"  # name of a launcher that starts a single process
+_ENV_OF_ACCELERATE = "ACCELERATE_DYNAMO_MODE"  # always set by accelerate, hardly ever by users
 _OF_LAUNCHERS = re.compile(
     r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|"
     rf"(TORCHELASTIC|OMPI_COMM_WORLD)_\w+|{_ENV_OF_ACCELERATE}"
@@ -21,9 +21,9 @@ _OF_LAUNCHERS = re.compile(
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says about the place of this process.
+    """Place of this process as the launcher states it.
 
-    `master_port` is 0 when the launcher named none; `rendezvous` then derives one from the job.
+    `master_port` is 0 if the launcher names none; `rendezvous` then derives one from the job.
     """
 
     launcher: str
@@ -36,24 +36,24 @@ class Launch:
 
 
 def launched_by_another(environ: Mapping[str, str]) -> bool:
-    """Say whether a launcher made this process one rank among others (or the only one)."""
+    """Whether a launcher started this process as a rank, possibly the only one."""
     single = "OMPI_COMM_WORLD_SIZE" in environ or _ENV_OF_ACCELERATE in environ
     return single or {"RANK", "WORLD_SIZE"} <= environ.keys()
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what makes a process a rank, or tells it about its peers."""
+    """Return the environment without variables that make a process a rank or describe its peers."""
     return {name: text for name, text in environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what the launcher of this process says, or None when there is no launcher.
+    """Return the place that the launcher of this process states, or None without a launcher.
 
     torchrun and Azure ML set RANK and WORLD_SIZE; Open MPI sets its own names and no address;
-    `accelerate launch` without --multi_gpu sets neither, and starts one process.
+    `accelerate launch` without --multi_gpu sets neither and starts one process.
 
     Raises:
-        ConfigError: a variable is not a number, or one of a pair is missing.
+        ConfigError: A variable is not a number, or only half of a pair is set.
     """
     if not launched_by_another(environ):
         return None
@@ -80,7 +80,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def restart_count(environ: Mapping[str, str]) -> int:
-    """Return how often the ranks were started again, by our supervisor or by torchrun."""
+    """Return how often the ranks were restarted, by our supervisor or by torchrun."""
     return _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
 
 

@@ -1,7 +1,7 @@
-"""The training loop: what happens at every optimizer step, in the order it happens.
+"""Training loop: all that happens at an optimizer step, in order.
 
-Called by `rank` with everything already built. It knows no engine, opens no file and reads no
-clock but for the timings it reports. What a step computed is read a step later, so that no
+Called by `rank` with everything already built. It knows no engine, opens no file and reads clocks
+only for the timings that it reports. Results of a step are read one step later, so that no
 micro-batch waits for the device.
 """
 
@@ -23,27 +23,27 @@ from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan, Pack
 from finetune_trainer.data.sequences import TokenDataset
 from finetune_trainer.errors import OvertakenError
-from finetune_trainer.failpoints import reach
-from finetune_trainer.garbage import collected_every
+from finetune_trainer.failpoints import failpoint
+from finetune_trainer.garbage import gc_every
 from finetune_trainer.gpu import device_clock
 from finetune_trainer.model.loss import loss_inputs, scale_factor
-from finetune_trainer.numerics import LateNumbers
+from finetune_trainer.numerics import DeferredMetrics
 from finetune_trainer.schedule import learning_rate
-from finetune_trainer.step_work import StepWork
+from finetune_trainer.step_counters import StepCounters
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.telemetry import Lap, StepReport, Telemetry
 from finetune_trainer.world import World
 
 _UNSAVED = (
-    " without a checkpoint, as spec.checkpoint.enabled is false; the next attempt begins where "
-    "this one did"
+    " without a checkpoint, because spec.checkpoint.enabled is false; the next attempt starts "
+    "where this attempt did"
 )
 
 
 @dataclass
 class Run:
-    """Everything one rank trains with; built by `rank`, used by `train`."""
+    """Everything that one rank trains with; built by `rank`, used by `train`."""
 
     config: TrainConfig
     world: World
@@ -54,33 +54,33 @@ class Run:
     telemetry: Telemetry
     stop: StopSignal
     agreement: Agreement
-    fence: Fence | None  # rank 0's; None on the others
+    fence: Fence | None  # None except on rank 0
     patience: Patience
-    evaluate: Callable[[], float | None] | None  # held-out loss of all ranks; None without rows
-    notes: Callable[[], dict[str, Any]]  # what a checkpoint remembers beside the tensors
-    pad_to: int | None  # tokens of a row; None pads to the longest
+    evaluate: Callable[[], float | None] | None  # held-out loss over all ranks; None without rows
+    notes: Callable[[], dict[str, Any]]  # state of a checkpoint besides tensors
+    pad_to: int | None  # tokens per row; None pads to the longest
     pad_id: int
-    flops_of_rows: memoryview | None  # None where they are not known
-    numbers: LateNumbers = field(init=False)
+    flops_of_rows: memoryview | None  # None if not known
+    numbers: DeferredMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         origin = self.dataset.origin
-        self.numbers = LateNumbers(self.world, self.agreement, self.telemetry, origin)
+        self.numbers = DeferredMetrics(self.world, self.agreement, self.telemetry, origin)
 
 
 def train(run: Run, first_step: int) -> int:
-    """Make the optimizer steps from `first_step`, counted from 0; return how many there are now.
+    """Run the optimizer steps from `first_step`, counted from 0; return the number finished.
 
-    At least one must be left to make.
+    At least one step must remain.
 
     Raises:
-        Preempted: asked to stop; every rank left after the same step, with a committed checkpoint
+        Preempted: Asked to stop; every rank left after the same step, with a committed checkpoint
             unless `checkpoint.enabled` is false.
-        CheckpointError: asked to stop, and the last checkpoint could not be committed.
-        OvertakenError: a later attempt has one of the folders.
-        NonFiniteLossError: the loss of a step is not a number; nothing was updated with it.
+        CheckpointError: Asked to stop, and the last checkpoint could not be committed.
+        OvertakenError: A later attempt owns one of the folders.
+        NonFiniteLossError: The loss of a step is not finite; the step changed no weights.
     """
-    with collected_every(run.config.training.collect_garbage_every_steps) as collect:
+    with gc_every(run.config.training.collect_garbage_every_steps) as collect:
         return _train(run, first_step, collect)
 
 
@@ -94,7 +94,7 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
-        losses, work = [], StepWork(run.flops_of_rows)
+        losses, work = [], StepCounters(run.flops_of_rows)
         for index, packs in enumerate(micro_batches):
             phases.enter(TimedPhase.DATA_WAIT)
             batch = collate(run.dataset, packs, pad_to=run.pad_to, pad_id=run.pad_id)
@@ -103,18 +103,18 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
             is_last = index == len(micro_batches) - 1
             losses.append(_micro_batch(run, batch, scale, is_last=is_last))
             if not is_last:
-                reach("mid-accumulation", step + 1)
-        reach("before-optimizer", step + 1)
+                failpoint("mid-accumulation", step + 1)
+        failpoint("before-optimizer", step + 1)
         phases.enter(TimedPhase.OPTIMIZER)
         rate = learning_rate(config.training, step, plan.total_steps)
         grad_norm = strategy.step(rate, config.training.max_grad_norm)
-        reach("after-optimizer", step + 1)
+        failpoint("after-optimizer", step + 1)
         phases.enter(TimedPhase.COMM_EXPOSED)
         total = run.world.sum(torch.stack(losses).sum()) / max(label_tokens, 1)
         phases.enter(TimedPhase.LOGGING)
         run.numbers.report()
         if step == first_step:
-            reach("first-step", step + 1)
+            failpoint("first-step", step + 1)
         report = step_report(plan, step, rate, work, lap)
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
         phases.enter(TimedPhase.OTHER)
@@ -124,12 +124,12 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
             break
     run.numbers.report()
     phases.follow(None)
-    run.agreement.settle()
+    run.agreement.finish_vote()
     return step + 1
 
 
-def step_report(plan: DataPlan, step: int, rate: float, work: StepWork, lap: Lap) -> StepReport:
-    """Return what is known of a step, counted from 0, before its numbers have arrived."""
+def step_report(plan: DataPlan, step: int, rate: float, work: StepCounters, lap: Lap) -> StepReport:
+    """Return the report of a step, counted from 0, without loss and norm, which arrive later."""
     return StepReport(
         step=step + 1,
         epoch=plan.epoch(step + 1),
@@ -146,7 +146,7 @@ def step_report(plan: DataPlan, step: int, rate: float, work: StepWork, lap: Lap
 def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) -> Tensor:
     """Run one micro-batch forward and backward; return its summed loss, detached."""
     phases = run.telemetry.phases
-    run.telemetry.alive()  # a step of very many micro-batches is no hang
+    run.telemetry.alive()  # a step of many micro-batches is not a hang
     if run.world.device.type == "cuda":
         phases.enter(TimedPhase.H2D)
     inputs = loss_inputs(batch, run.world.device)
@@ -158,25 +158,27 @@ def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) ->
 
 
 def _boundary(run: Run, step: int) -> bool:
-    """Evaluate, save and leave as it is due after `step` steps; return whether it was the last."""
+    """Evaluate, save and leave as due after `step` steps; return whether this was the last step."""
     is_last = step == run.plan.total_steps
     eval_loss, is_better = None, False
     if is_evaluation_due(run, step):
         run.numbers.report()
         eval_loss = evaluate(run, step)
         is_better = run.patience.improves(eval_loss)
-        is_last = is_last or run.patience.is_over
+        is_last = is_last or run.patience.is_exhausted
         run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
     wants = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     lost = run.fence.lost if run.fence is not None else None
     agreed = run.agreement.exchange(run.stop.requested, wants, is_overtaken=lost is not None)
     if agreed.is_overtaken:
-        raise lost or OvertakenError("rank 0 found that a later attempt writes into its folders")
+        raise lost or OvertakenError("rank 0 found that a later attempt writes to its folders")
     is_leaving = agreed.stop and not is_last
     if is_leaving and run.store.is_enabled and _is_too_late_to_save(run):
         raise preempted(run.stop, f"after step {step}, too late to save it")
     if agreed.save and not run.store.is_enabled:
-        run.telemetry.warn("no checkpoint is made on request, as spec.checkpoint.enabled is false")
+        run.telemetry.warn(
+            "the request for a checkpoint is ignored, because spec.checkpoint.enabled is false"
+        )
     is_due = run.store.cadence.is_due(step)
     if run.store.is_enabled and (agreed.save or is_leaving or is_last or is_better or is_due):
         run.numbers.report()
@@ -194,16 +196,16 @@ def _boundary(run: Run, step: int) -> bool:
 
 
 def is_evaluation_due(run: Run, step: int) -> bool:
-    """Whether the model of `step` steps is to be evaluated."""
+    """Whether the model is to be evaluated after `step` steps."""
     every = run.config.training.eval_every_steps or run.plan.total_steps
     return run.evaluate is not None and (step % every == 0 or step == run.plan.total_steps)
 
 
 def evaluate(run: Run, step: int) -> float | None:
-    """Return the held-out loss after `step` steps and report it; None when asked to stop."""
-    assert run.evaluate is not None, "callers ask whether it is due"
+    """Return the held-out loss after `step` steps and report it; None if asked to stop."""
+    assert run.evaluate is not None, "callers check whether it is due"
     run.telemetry.phase(Phase.EVALUATING)
-    reach("evaluating", step)
+    failpoint("evaluating", step)
     began = perf_counter()
     with run.telemetry.phases.within(TimedPhase.EVAL):
         loss = run.evaluate()
@@ -213,21 +215,21 @@ def evaluate(run: Run, step: int) -> float | None:
 
 
 def report_commit(run: Run, committed: CheckpointRef | None) -> None:
-    """Report a checkpoint that has been committed, and the best one so far."""
+    """Report a committed checkpoint and the best one so far."""
     if committed is not None:
         run.telemetry.checkpointed(committed, best=run.store.best)
 
 
 def _is_too_late_to_save(run: Run) -> bool:
-    """Whether some rank must be gone before a save could be committed, going by the last one."""
+    """Whether some rank must be gone before a save, as slow as the last one, could be committed."""
     left = run.stop.seconds_left(run.config.termination_grace_seconds)
     return run.agreement.any((run.store.cadence.save_seconds or 0.0) > left)
 
 
 def _reseed(seed: int, step: int, packs: tuple[Pack, ...]) -> None:
-    """Seed dropout by what is computed, not by who computes it or what came before.
+    """Seed dropout from the data of the micro-batch, independent of rank and history.
 
-    So a resume needs no generator state, and a mask does not depend on the rank.
+    A resume therefore needs no generator state, and a mask does not depend on the rank.
     """
     digest = hashlib.blake2b(repr((seed, step, packs)).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

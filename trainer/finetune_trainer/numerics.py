@@ -1,6 +1,6 @@
-"""What a step computed, read from the device a step later, and what a number that is not one means.
+"""Read a step's results from the device one step later, and handle non-finite values.
 
-The loop puts every step in and reports the one before, on every rank alike.
+On every rank, the loop passes in each step and reports the previous one.
 """
 
 import math
@@ -22,7 +22,7 @@ from finetune_trainer.world import World, gather_objects
 if TYPE_CHECKING:
     from torch.cuda import Event
 
-# fp16 halves its scale from 65,536 to 1 in 16 skipped steps; beyond that no step will be made.
+# fp16 halves its scale from 65,536 to 1 in 16 skipped steps; beyond that no step can succeed.
 MAX_SKIPPED_IN_A_ROW = 40
 
 MicroBatches = Sequence[tuple[Pack, ...]]
@@ -40,22 +40,22 @@ class _InFlight:
 
 
 def _remedy(step: int) -> str:
-    """Return what to do about a loss that is not a number; before the first update less can be."""
+    """Return the remedy for a non-finite loss; the first step has other causes."""
     if step > 1:
         return "check these rows, lower spec.training.learningRate or use another precision"
     return (
-        "no weight has changed yet, so look for weights of spec.model.source that are no numbers, "
+        "no weight has changed yet, so look for non-finite weights in spec.model.source, "
         "check these rows, or use spec.training.precision bf16 or fp32"
     )
 
 
-class LateNumbers:
-    """Completes a step's report once its numbers have arrived; nothing ever waits for them."""
+class DeferredMetrics:
+    """Completes a step's report when its results have arrived, without waiting for them."""
 
     def __init__(
         self, world: World, agreement: Agreement, telemetry: Telemetry, origin: Callable[[int], str]
     ) -> None:
-        """Prepare; `origin` says which row a sequence was made of."""
+        """Prepare; `origin` returns the source of a data set row."""
         self._world = world
         self._origin_of = origin
         self._agreement = agreement
@@ -71,10 +71,14 @@ class LateNumbers:
         own_losses: Sequence[Tensor],
         micro_batches: MicroBatches,
     ) -> None:
-        """Begin the copy of a step's numbers to the host.
+        """Start to copy a step's results to the host.
 
-        `loss` is the mean over the step's label tokens of all ranks; `grad_norm` is not finite
-        when the step was skipped; `own_losses` are the sums of this rank's micro-batches.
+        Args:
+            report: The step's report without results.
+            loss: Mean over the step's label tokens of all ranks.
+            grad_norm: Not finite if the step was skipped.
+            own_losses: Summed losses of this rank's micro-batches.
+            micro_batches: Packs of these micro-batches.
         """
         values = torch.stack([loss, grad_norm.to(loss.dtype), *own_losses])
         arrived: Event | None = None
@@ -84,10 +88,10 @@ class LateNumbers:
         self._in_flight = _InFlight(report, micro_batches, values, arrived, marks)
 
     def report(self) -> None:
-        """Report the step that was put in last, if it was not reported yet.
+        """Report the newest step if it has not been reported yet.
 
         Raises:
-            NonFiniteLossError: its loss is not a number, or no step could be made for long.
+            NonFiniteLossError: Its loss is not finite, or too many steps in a row were skipped.
         """
         if self._in_flight is None:
             return
@@ -100,7 +104,7 @@ class LateNumbers:
             self._telemetry.loss_was_not_finite(step.report.step)
             raise NonFiniteLossError(
                 f"the loss of step {step.report.step} is {loss} ({self._origin(step, own)}); "
-                f"nothing was updated with it; {_remedy(step.report.step)}"
+                f"no weight was updated with it; {_remedy(step.report.step)}"
             )
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -112,8 +116,8 @@ class LateNumbers:
         self._telemetry.step(step.report._replace(loss=loss, grad_norm=norm))
 
     def _origin(self, step: _InFlight, own: list[float]) -> str:
-        """Name the rows of the packs whose losses are not numbers, of all ranks; a collective."""
-        self._agreement.settle()  # a vote in flight would mix with the collective below
+        """Name the rows of the packs with non-finite losses, over all ranks; a collective."""
+        self._agreement.finish_vote()  # a vote in flight would interleave with the next collective
         mine = [
             [", ".join(map(self._origin_of, pack)) for pack in packs if pack]
             for value, packs in zip(own, step.micro_batches, strict=True)

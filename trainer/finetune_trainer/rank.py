@@ -1,7 +1,7 @@
-"""The work of one rank, from the first check to the exported model; read it top to bottom.
+"""Run one rank from the first check to the exported model; read it top to bottom.
 
-Called by the launcher code with an open world. It builds what the loop needs, resumes, trains and
-exports; it starts no process and ends none.
+Called by the launcher code with an open world. It builds the parts of the loop, resumes, trains and
+exports; it neither starts nor ends processes.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.evaluation import ROUND_TO_ON_GPU, held_out_loss
 from finetune_trainer.export import check_replaceable
 from finetune_trainer.export.tryout import try_export
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 from finetune_trainer.finishing import choose_weights, export_model, finish_saving
-from finetune_trainer.garbage import exempt_what_is_there, uncollected
+from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import refuse_what_does_not_fit
@@ -73,48 +73,48 @@ def run(
     telemetry: Telemetry,
     fence: Fence | None,
 ) -> Termination:
-    """Do everything one rank has to do and return the termination of a finished run.
+    """Do the work of one rank and return the termination of a finished run.
 
-    `fence` holds the claims on the folders; None on every rank but 0.
+    `fence` holds the claims on the folders; None except on rank 0.
 
     Raises:
-        Preempted: asked to stop; every rank leaves, at the same step once there are steps.
-        TrainerError: the run cannot go on; its class says which exit code that means.
+        Preempted: Asked to stop; every rank leaves, at the same step once training has begun.
+        TrainerError: The run cannot continue; the class determines the exit code.
     """
-    agreement, warn_alike = Agreement(world), _warn_alike(telemetry, world)
+    agreement, warn_from_rank0 = Agreement(world), _warn_from_rank0(telemetry, world)
     if world.local_rank == 0:
         _watch_scheduled_events(config, telemetry, stop)
     if world.rank == 0:
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
-    asked = config.model
-    config = _settle(config, world, telemetry)
+    requested = config.model
+    config = _resolve_config(config, world, telemetry)
     strategy = create(config, world)
     tokenizer = load_tokenizer(config.model)
     dataset, held_out = unless_stopped(
         agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
     )
     plan = DataPlan.of(dataset, config)
-    _tell_data(config, world, telemetry, plan, dataset, held_out)
+    _report_data(config, world, telemetry, plan, dataset, held_out)
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
-    world.meet()  # the strategy's own collectives would not wait for rank 0
-    _tell_model(config, world, telemetry, dataset, held_out, module)
+    world.liveness_barrier()  # the strategy's own collectives would not wait for rank 0
+    _report_model(config, world, telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
-    strategy.prepare(module, warn_alike)
+    strategy.prepare(module, warn_from_rank0)
     telemetry.collectives.begin()
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     _check_float8(config, module, strategy, world, first_batch)
     measured = partial(check_isolation, device=world.device, any_rank=agreement.any)
-    settled = measured(config, module, strategy.evaluate, warn=warn_alike)
-    if settled is not config:
-        config, plan = settled, DataPlan.of(dataset, settled)
-        _tell_data(config, world, telemetry, plan, dataset, held_out)
-    # Compiled kernels and a GPU want one length; a CPU saves the padding.
+    resolved = measured(config, module, strategy.evaluate, warn=warn_from_rank0)
+    if resolved is not config:
+        config, plan = resolved, DataPlan.of(dataset, resolved)
+        _report_data(config, world, telemetry, plan, dataset, held_out)
+    # Compiled kernels and GPUs need a fixed length; a CPU saves the padding.
     pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
-    # Not where rows hold one document: such a model may have no positions beyond its longest row.
+    # No rounding for unpacked rows: the model may have no positions beyond its longest row.
     round_to = ROUND_TO_ON_GPU if pads else 1
     patience = Patience(config.training.early_stopping)
 
@@ -129,7 +129,7 @@ def run(
         dataset=dataset,
         plan=plan,
         store=_store(
-            config, world, telemetry, fence, _fingerprint(asked, config, world, dataset, plan)
+            config, world, telemetry, fence, _fingerprint(requested, config, world, dataset, plan)
         ),
         telemetry=telemetry,
         stop=stop,
@@ -148,31 +148,31 @@ def run(
 
 
 def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: StopSignal) -> None:
-    """Hear from the machine itself that it is about to be taken away; once a node is enough."""
+    """Watch for the announced removal of this machine, in one process per node."""
     if config.control.scheduled_events_url is not None:
         log = partial(telemetry.log, "scheduled_events")
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
 
 
 def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
-    """Refuse what a GPU has no memory for, before anything is loaded."""
+    """Refuse a configuration that does not fit into GPU memory, before the model is loaded."""
     if world.device.type == "cuda" and config.training.check_memory:
         free, _ = torch.cuda.mem_get_info(world.device)
         refuse_what_does_not_fit(config, free, row_tokens=row_tokens)
 
 
-def _settle(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
-    """Return the configuration with which this model is trained; this imports transformers."""
+def _resolve_config(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
+    """Resolve the configuration for this model; this imports transformers."""
     config = pinned(config, world, partial(recorded, config.checkpoint, config.job))
-    with uncollected():
-        config = resolve_packing(config, _warn_alike(telemetry, world))
-        # Where rows are not packed their length is known only once they are tokens.
+    with gc_paused():
+        config = resolve_packing(config, _warn_from_rank0(telemetry, world))
+        # The length of unpacked rows is known only after tokenising.
         _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
     return config
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
-    """Go on from the newest checkpoint to the exported model."""
+    """Train from the newest checkpoint and export the model."""
     agreement, stop = run.agreement, run.stop
     first_step = resume(run)
     if first_step == 0:
@@ -181,8 +181,8 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
         answer_prompts(run, tokenizer, when="before")
     if agreement.any(stop.requested):
         raise preempted(stop)
-    is_trained = run.patience.is_over or first_step == run.plan.total_steps
-    exempt_what_is_there()
+    is_trained = run.patience.is_exhausted or first_step == run.plan.total_steps
+    gc_freeze()
     last_step = first_step if is_trained else train(run, first_step)
     finish_saving(run)
     message = choose_weights(run, last_step)
@@ -201,9 +201,9 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
 def _tokenize(
     config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", telemetry: Telemetry
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """Tokenise both data sets, or find them in the cache; one process of a node does the work."""
+    """Tokenise both data sets, or load them from the cache; one process per node does the work."""
     telemetry.phase(Phase.TOKENIZING)
-    reach("tokenizing")
+    failpoint("tokenizing")
     dataset = prepare(config.data, config.data.sources, tokenizer, name="train")
     held_out = None
     if config.data.eval is not None:
@@ -212,14 +212,14 @@ def _tokenize(
     return dataset, held_out
 
 
-def _warn_alike(telemetry: Telemetry, world: World) -> Callable[[str], None]:
-    """Return how to warn of what every rank finds alike: rank 0 says it, the others note it."""
+def _warn_from_rank0(telemetry: Telemetry, world: World) -> Callable[[str], None]:
+    """Return a function for warnings that all ranks find: rank 0 warns, the others log."""
     if world.is_main:
         return telemetry.warn
     return lambda sentence: telemetry.log("warning", message=sentence)
 
 
-def _tell_data(
+def _report_data(
     config: TrainConfig,
     world: World,
     telemetry: Telemetry,
@@ -227,7 +227,7 @@ def _tell_data(
     dataset: TokenDataset,
     held_out: TokenDataset | None,
 ) -> None:
-    """Report what became of the rows, how many steps they make, and what a user should know."""
+    """Report the tokenised rows and the number of steps, with warnings for the user."""
     reports = [plan.report(dataset.report), held_out.report if held_out is not None else None]
     telemetry.data(*reports)
     telemetry.plan(plan.total_steps)
@@ -238,10 +238,10 @@ def _tell_data(
         emulation_warning(config, torch.cpu.get_capabilities()),
     )
     for sentence in (*of_rows, *filter(None, of_run)):
-        _warn_alike(telemetry, world)(sentence)
+        _warn_from_rank0(telemetry, world)(sentence)
 
 
-def _tell_model(
+def _report_model(
     config: TrainConfig,
     world: World,
     telemetry: Telemetry,
@@ -249,8 +249,8 @@ def _tell_model(
     held_out: TokenDataset | None,
     module: CausalLoss,
 ) -> None:
-    """Say where the loss costs more memory, and where rows are longer than the base has seen."""
-    warn = _warn_alike(telemetry, world)
+    """Warn about a loss that needs more memory and about rows longer than the model's range."""
+    warn = _warn_from_rank0(telemetry, world)
     if config.training.fused_head and not module.is_fused:
         warn(
             "the loss is not fused with the model's head (there are adapters, added tokens or "
@@ -267,7 +267,7 @@ def _tell_model(
 def _first_batch(
     dataset: TokenDataset, plan: DataPlan, config: TrainConfig, pad_id: int
 ) -> MicroBatch:
-    """Return the first micro-batch of rank 0, on whichever rank this is."""
+    """Return the first micro-batch of rank 0, on any rank."""
     packs = plan.rank_packs(0, 0, config.world.world_size)[0]
     return collate(dataset, packs, pad_to=config.data.max_seq_len, pad_id=pad_id)
 
@@ -284,7 +284,7 @@ def _check_float8(
     world: World,
     first_batch: Callable[[], MicroBatch],
 ) -> None:
-    """Refuse float8 that changes the loss, going by a batch that is the same on every rank."""
+    """Refuse float8 that changes the loss of a batch that is the same on every rank."""
     if config.training.float8:
         check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 
@@ -296,12 +296,12 @@ def _load(
     telemetry.phase(Phase.LOADING)
     if not config.data.packing:
         _check_memory(config, world, int(dataset.lengths.max()))
-    reach("loading")
+    failpoint("loading")
     place = load_device(config, world.rank, world.device)
     base = load_model(config, place, quantises=not is_loaded_once(config))
-    torch.manual_seed(config.training.seed)  # adapters start alike on every rank
+    torch.manual_seed(config.training.seed)  # same initial adapters on every rank
     model: nn.Module = choose_trained(base, config)
-    return prepare_model(model, config, world.device, _warn_alike(telemetry, world))
+    return prepare_model(model, config, world.device, _warn_from_rank0(telemetry, world))
 
 
 def _store(
@@ -327,15 +327,15 @@ def _store(
 
 
 def _fingerprint(
-    asked: ModelConfig, config: TrainConfig, world: World, dataset: TokenDataset, plan: DataPlan
+    requested: ModelConfig, config: TrainConfig, world: World, dataset: TokenDataset, plan: DataPlan
 ) -> Fingerprint:
-    """Identify what a checkpoint can be continued as: model, method, data and their order.
+    """Identify model, method, data and order, which must match to resume from a checkpoint.
 
-    Rank 0 alone compares, and writes.
+    Only rank 0 compares and writes it.
     """
     method = config.method.model_dump_json()
     return Fingerprint(
-        model=model_fingerprint(asked),
+        model=model_fingerprint(requested),
         method=hashlib.sha256(method.encode()).hexdigest(),
         data=dataset.fingerprint,
         order=plan.fingerprint,

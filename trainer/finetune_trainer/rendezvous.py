@@ -1,8 +1,7 @@
-"""How the ranks of an attempt find rank 0, and agree that all have come or that none begins.
+"""Rendezvous of an attempt's ranks: find rank 0, then agree that all ranks start or none does.
 
-Called by `world`, before there are process groups. They meet in a key-value store that rank 0 or
-torchrun's agent serves; a rank that waits for it hears a signal to stop meanwhile, and tells in its
-log what it waits for.
+Called by `world` before process groups exist. The ranks use a key-value store served by rank 0 or
+torchrun's agent. A waiting rank still handles a stop signal and logs what it waits for.
 """
 
 import hashlib
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-ENV_STORE_FD = "FINETUNE_STORE_FD"  # the socket our supervisor bound for rank 0's store
-# Of one try to reach a store that was there a moment ago, as the library hears no signal meanwhile.
+ENV_STORE_FD = "FINETUNE_STORE_FD"  # socket bound by our supervisor for rank 0's store
+# One attempt to connect to a store that was reachable just before; not interruptible by a signal.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
-_QUIET_SECONDS = 15.0  # before a rank first tells what it waits for; each time twice as long
+_QUIET_SECONDS = 15.0  # before a rank first logs what it waits for; doubles each time
 _MOST_NAMED = 8
 
 
@@ -37,15 +36,15 @@ def open_store(
     should_stop: Callable[[], bool],
     timeout: timedelta,
 ) -> "Store":
-    """Build the key-value store the groups connect through, with a prefix for this attempt.
+    """Create the key-value store through which the groups connect, with a prefix for this attempt.
 
     torchrun keeps one store over all restarts and adds no prefix itself, so a restarted rank could
-    read a dead peer's address; the restart count in the prefix keeps them apart.
+    read a dead peer's address; the restart count in the prefix prevents that.
 
     Raises:
-        ConfigError: the launcher does not say where rank 0 is.
-        Preempted: `should_stop` before rank 0 answered.
-        TrainerError: rank 0 did not answer within `timeout`.
+        ConfigError: The launcher does not state rank 0's address.
+        Preempted: `should_stop` returned True before rank 0 responded.
+        TrainerError: Rank 0 did not respond within `timeout`.
     """
     # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
     from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
@@ -74,12 +73,12 @@ def open_store(
         wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
         try:
             store = connect(_CONNECT_TIMEOUT)
-        except DistNetworkError as error:  # it left just then, or is no store
+        except DistNetworkError as error:  # it has just ended, or is not a store
             if should_stop():
                 raise _stopped() from error
             if time.monotonic() >= deadline:
                 raise TrainerError(
-                    f"what answers at {address}:{port} is not rank 0 ({error}); check whether "
+                    f"the program at {address}:{port} is not rank 0 ({error}); check whether "
                     "another program has taken that port"
                 ) from error
     store.set_timeout(timeout)
@@ -93,14 +92,14 @@ def wait_for_rank_zero(
     *,
     timeout_seconds: float = RENDEZVOUS_TIMEOUT.total_seconds(),
 ) -> None:
-    """Return when rank 0's store accepts connections.
+    """Wait until rank 0's store accepts connections.
 
-    Only a connection counts: a name that resolves may still point nowhere, and one that does not
-    may do so in a moment. The library would wait as well, but hear no signal meanwhile.
+    Only a connection counts: a resolved name may still point elsewhere, and an unknown name may
+    resolve soon. The library would wait as well, but ignore signals meanwhile.
 
     Raises:
-        TrainerError: nobody answered in time.
-        Preempted: `should_stop`.
+        TrainerError: Rank 0 did not respond before the deadline.
+        Preempted: `should_stop` returned True.
     """
     deadline, log = time.monotonic() + timeout_seconds, _Log()
     while True:
@@ -109,10 +108,10 @@ def wait_for_rank_zero(
             return
         except OSError as error:
             if log.is_due:
-                log.tell(f"waits for rank 0, which does not answer at {address}:{port} ({error})")
+                log.report(f"waits for rank 0, no response from {address}:{port} ({error})")
             if time.monotonic() >= deadline:
                 raise TrainerError(
-                    f"rank 0 does not answer at {address}:{port} after {timeout_seconds:.0f} s "
+                    f"rank 0 does not respond at {address}:{port} after {timeout_seconds:.0f} s "
                     f"({error}); check whether its node was started, and whether a network "
                     "policy is in the way"
                 ) from error
@@ -121,18 +120,18 @@ def wait_for_rank_zero(
         time.sleep(_POLL_SECONDS)
 
 
-def meet(
+def rendezvous(
     store: "Store",
     rank: int,
     world_size: int,
     should_stop: Callable[[], bool],
     timeout: timedelta,
 ) -> None:
-    """Wait until every rank has come, or agree that none begins: the first write decides.
+    """Wait until every rank has arrived, or agree that none starts: the first write decides.
 
     Raises:
-        Preempted: `should_stop` of a rank before all had come.
-        TrainerError: one did not come within `timeout`.
+        Preempted: `should_stop` returned True on a rank before all had arrived.
+        TrainerError: A rank did not arrive within `timeout`.
     """
     store.set(f"arrived/{rank}", "")
     if store.add("arrived", 1) == world_size:
@@ -142,7 +141,7 @@ def meet(
         if should_stop():
             store.compare_set("start", "", "stop")
         if log.is_due:
-            log.tell(f"waits for the other ranks: {_missing(store, world_size)}")
+            log.report(f"waits for the other ranks: {_missing(store, world_size)}")
         if time.monotonic() >= deadline:
             raise TrainerError(
                 f"{_missing(store, world_size)} within {timeout}; see the logs of those ranks, "
@@ -154,15 +153,15 @@ def meet(
 
 
 def _missing(store: "Store", world_size: int) -> str:
-    """Say which ranks have not come; at most the first few by number."""
+    """Describe the ranks that have not arrived, with the first few numbers."""
     missing = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
     names = ", ".join(map(str, missing[:_MOST_NAMED]))
     more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-    return f"{len(missing)} of {world_size} have not come ({names}{more})"
+    return f"{len(missing)} of {world_size} ranks have not arrived ({names}{more})"
 
 
 class _Log:
-    """When a rank that waits tells so on stderr, so that a log is not silent for minutes."""
+    """Logs on stderr what a waiting rank waits for, so that its log is not silent for minutes."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -170,19 +169,19 @@ class _Log:
 
     @property
     def is_due(self) -> bool:
-        """Whether nothing was told for long."""
+        """Whether the last message was long ago."""
         return time.monotonic() - self._began >= self._quiet_seconds
 
-    def tell(self, what: str) -> None:
-        """Tell what this rank does, and for how long it has."""
+    def report(self, activity: str) -> None:
+        """Log the activity of this rank and its duration."""
         self._quiet_seconds *= 2
-        with suppress(OSError):  # a full disk or a lost reader is no reason to end
+        with suppress(OSError):  # a full disk or a closed reader must not end the rank
             seconds = time.monotonic() - self._began
-            print(f"{what}, for {seconds:.0f} s so far", file=sys.stderr, flush=True)
+            print(f"{activity}, for {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def _stopped() -> Preempted:
-    return Preempted("told to stop before training began; nothing is lost")
+    return Preempted("asked to stop before training began; no work is lost")
 
 
 def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:
@@ -196,6 +195,6 @@ def _master(config: TrainConfig, launch: Launch) -> tuple[str, int]:
         address = "127.0.0.1"
     if launch.master_port:
         return address, launch.master_port
-    # mpirun names no port, and ranks cannot ask each other for one: derive it from what they share.
+    # mpirun names no port, and ranks cannot exchange one yet: derive it from shared values.
     name = f"{config.job.uid}/{config.job.attempt}".encode()
     return address, 20000 + int.from_bytes(hashlib.sha256(name).digest()[:4]) % 10000

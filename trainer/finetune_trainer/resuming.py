@@ -1,7 +1,7 @@
-"""What a checkpoint remembers of a run beside its tensors, and how training goes on from one.
+"""Save a run's state besides tensors in a checkpoint, and resume training from one.
 
-Called by `rank`: the loop lets every save hold the notes, and a resumed run takes them up before
-its first step.
+Called by `rank`: the loop adds the notes to every save, and a resumed run restores them before its
+first step.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from finetune_trainer.telemetry import Telemetry
 
 
 class _Notes(ContractModel):
-    """What a checkpoint remembers beside tensors, so that a resumed run reports the whole job."""
+    """State in a checkpoint besides tensors, with which a resumed run reports the whole job."""
 
     eval_loss_before: float | None = None
     samples: tuple[SampleAnswer, ...] = ()
@@ -24,7 +24,7 @@ class _Notes(ContractModel):
 
 
 def notes_of(telemetry: Telemetry, patience: Patience) -> dict[str, Any]:
-    """Return what a checkpoint of this moment remembers, as JSON."""
+    """Return the current notes for a checkpoint, as JSON."""
     progress = telemetry.progress
     notes = _Notes(
         eval_loss_before=progress.eval_loss_before,
@@ -37,7 +37,7 @@ def notes_of(telemetry: Telemetry, patience: Patience) -> dict[str, Any]:
 
 
 def resume(run: Run) -> int:
-    """Read the newest committed checkpoint, if there is one; return the first step to make."""
+    """Load the newest committed checkpoint, if there is one; return the first step to run."""
     state = run.strategy.state() | {"trainer": run.notes()}
     run.store.check_space(state)
     with run.telemetry.phases.within(TimedPhase.CHECKPOINT_BLOCKING):
@@ -55,5 +55,5 @@ def resume(run: Run) -> int:
         samples=notes.samples,
     )
     if manifest.eval_loss is None and is_evaluation_due(run, manifest.step):
-        run.patience.improves(evaluate(run, manifest.step))  # a stop had broken it off
+        run.patience.improves(evaluate(run, manifest.step))  # a stop had interrupted the evaluation
     return manifest.step

@@ -1,15 +1,16 @@
-"""Keep Python from importing what lies in the current folder, which is the user's and none of ours.
+"""Keep Python from importing modules in the current folder, which belongs to the user.
 
-`__main__` calls it before it imports anything else: another launcher starts us without `-P`. Where
-we start Python ourselves it is given `-P`, and the environment says so to what it starts in turn.
+`__main__` calls it before other imports, because other launchers start the trainer without `-P`.
+Python processes started by the trainer get `-P`, and the environment passes it on to their
+children.
 """
 
 import os
 import sys
 
 
-def leave_out_the_current_folder() -> None:
-    """Undo what `python -m` without `-P` has done, here and for every process to come."""
+def remove_current_folder() -> None:
+    """Undo the effect of `python -m` without `-P`, here and for all child processes."""
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         here = os.getcwd()

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resume needs no scheduler state."""
+"""Learning rate as a pure function of the step, so that a resume needs no scheduler state."""
 
 import math
 
@@ -8,8 +8,8 @@ from finetune_trainer.config import TrainingConfig
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    It rises in a line over the warm-up steps, then stays (constant), falls in a line to 0
-    (linear), or along half a cosine to 0 (cosine, arXiv:1608.03983 without restarts).
+    It rises linearly over the warm-up steps, then stays (constant), falls linearly to 0 (linear),
+    or follows half a cosine to 0 (cosine, arXiv:1608.03983 without restarts).
     """
     warmup = warmup_steps(training, total_steps)
     if step < warmup:
@@ -23,9 +23,9 @@ def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> floa
 
 
 def warmup_warning(training: TrainingConfig, total_steps: int) -> str | None:
-    """Return a sentence where the rate is still rising at the end, None where it is not."""
+    """Return a warning if the rate is still rising at the end, else None."""
     steps = warmup_steps(training, total_steps)
-    if steps < total_steps or steps <= 1:  # a single step is made at the full rate
+    if steps < total_steps or steps <= 1:  # a single step uses the full rate
         return None
     return (
         f"spec.training.warmup {training.warmup:g} takes all {total_steps} steps, so the learning "

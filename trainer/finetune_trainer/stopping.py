@@ -1,13 +1,13 @@
-"""Early stopping: counts the evaluations since the held-out loss last fell.
+"""Early stopping: count the evaluations since the held-out loss last improved.
 
-The loop asks after each evaluation. Every rank sees the same losses, so all count alike.
+The loop calls it after each evaluation. All ranks see the same losses and count alike.
 """
 
 from finetune_trainer.config import EarlyStopping
 
 
 class Patience:
-    """How long training may go on without getting better; without settings, for ever.
+    """How long training may continue without improvement; indefinitely without settings.
 
     Attributes:
         best: Lowest held-out loss that counted as an improvement.
@@ -20,9 +20,9 @@ class Patience:
         self._settings = settings
 
     def improves(self, loss: float | None) -> bool:
-        """Count one evaluation, and return whether this model is worth a checkpoint of its own.
+        """Count one evaluation and return whether this model deserves a checkpoint of its own.
 
-        None, where the evaluation was broken off, counts for nothing.
+        None, for an interrupted evaluation, is ignored.
         """
         if self._settings is None or loss is None:
             return False
@@ -33,6 +33,6 @@ class Patience:
         return False
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether `patience` evaluations brought no improvement."""
         return self._settings is not None and self.misses >= self._settings.patience

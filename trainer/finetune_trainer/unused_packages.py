@@ -45,7 +45,7 @@ def _hide(package: str) -> None:
 
 
 def _may_be_quantised(config: TrainConfig) -> bool:
-    """Whether weights are quantised, or may be because those of a hub are not downloaded yet."""
+    """Whether weights are quantised, or may be: weights of a hub are not downloaded yet."""
     if config.method.quantization != "none":
         return True
     try:

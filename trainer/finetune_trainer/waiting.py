@@ -1,13 +1,13 @@
-"""Wait for other ranks as long as they need, and notice when one of them is gone.
+"""Wait for other ranks without a time limit, and detect ranks that are gone.
 
-A collective that some rank does not come to ends with a time-out, however busy that rank is with
-what it does alone: tokenising, verifying, hashing, answering, exporting. So before ranks meet in
-one for the sake of such work, they meet here: each notes in the store that it has come and looks
-whether the others have. A thread of each rank counts up a number there as long as its process
-lives; where the number of a missing rank stands still, or the store itself is gone, that rank is.
+A collective times out if a rank does not enter it, even if that rank is busy with work of its own:
+tokenising, verifying, hashing, generating, exporting. Before a collective that follows such work,
+the ranks therefore meet here: each records its arrival in the store and polls for the others. A
+thread of each rank increments a counter in the store while its process lives. If the counter of a
+missing rank stops, or the store itself is gone, that rank is lost.
 
-`world` makes it, with the groups; `control.Agreement` and the checkpoint store meet in it. Nothing
-else may use its keys.
+`world` creates it with the groups; `control.Agreement` and the checkpoint store use it. No other
+code may use its keys.
 """
 
 import threading
@@ -19,16 +19,16 @@ from finetune_trainer.errors import LostRankError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-# After which a rank that counts up no more is gone. A thread of Python counts, so it must be longer
-# than anything that holds the interpreter lock.
+# A rank whose counter has not changed for so long is lost. A Python thread increments it, so the
+# limit must exceed any time for which the interpreter lock is held.
 SILENT_SECONDS = 120.0
-_BEATS = 6  # in that time
+_BEATS = 6  # heartbeats in that time
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
-_SOMEBODY_LEFT = "left"
+_LEFT_KEY = "left"
 
 
 class Waiting:
-    """The meetings of one rank; each place of meeting belongs to one thread."""
+    """Barriers of one rank; each place belongs to one thread."""
 
     def __init__(
         self,
@@ -38,58 +38,58 @@ class Waiting:
         world_size: int,
         silent_seconds: float = SILENT_SECONDS,
     ) -> None:
-        """Begin to count up; `store` must be a connection that nobody else uses."""
+        """Start the heartbeat; `store` must be a connection used by no other code."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._silent_seconds = silent_seconds
         self._meetings: dict[str, int] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def meet(self, place: str = "control") -> None:
-        """Return when every rank has come to this meeting of `place`; a collective without end.
+    def liveness_barrier(self, place: str = "control") -> None:
+        """Wait until every rank has arrived at barrier `place`; a collective without timeout.
 
         Raises:
-            LostRankError: a rank that has not come is gone; names it.
+            LostRankError: A rank that has not arrived is gone; names it.
         """
         number = self._meetings[place] = self._meetings.get(place, 0) + 1
         here = f"{place}/{number}"
         try:
             self._store.set(f"{here}/{self._rank}", "")
             num_here = self._store.add(here, 1)
-            self._forget(place, number - 2)  # which all have left that came to the one before this
+            self._forget(place, number - 2)  # all ranks have left it
             if num_here < self._world_size:
                 self._wait(here)
         except LostRankError:
             raise
-        except RuntimeError as error:  # torch's, of whatever kind the connection ended in
+        except RuntimeError as error:  # raised by torch for any failure of the connection
             raise LostRankError(
-                f"the store of the ranks does not answer ({_first_line(error)}); rank 0 holds it, "
-                "so see that rank's log"
+                f"the store of the ranks does not respond ({_first_line(error)}); rank 0 serves "
+                "it, so see that rank's log"
             ) from error
 
     def leave(self) -> None:
-        """Tell those who wait that this rank will not come, as it ends with an error."""
+        """Announce that this rank ends with an error and will not arrive."""
         self._closed.set()
         try:
-            self._store.compare_set(_SOMEBODY_LEFT, "", str(self._rank))
+            self._store.compare_set(_LEFT_KEY, "", str(self._rank))
         except RuntimeError:
-            return  # with the store everybody else has noticed
+            return  # the store is gone, which the other ranks notice
 
     def close(self) -> None:
-        """Count up no more."""
+        """Stop the heartbeat."""
         self._closed.set()
 
     def _wait(self, here: str) -> None:
         pulses = _Pulses(self._store, self._silent_seconds)
-        looked_at, pause = time.monotonic(), _FIRST_POLL_SECONDS
+        checked_at, pause = time.monotonic(), _FIRST_POLL_SECONDS
         while self._store.add(here, 0) < self._world_size:
-            if self._store.check([_SOMEBODY_LEFT]):
-                rank = self._store.get(_SOMEBODY_LEFT).decode()
+            if self._store.check([_LEFT_KEY]):
+                rank = self._store.get(_LEFT_KEY).decode()
                 raise LostRankError(f"rank {rank} has ended with an error; see its log")
             now = time.monotonic()
-            if now - looked_at >= self._silent_seconds / _BEATS:
-                looked_at = now
-                pulses.look(self._missing(here))
+            if now - checked_at >= self._silent_seconds / _BEATS:
+                checked_at = now
+                pulses.check(self._missing(here))
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
 
@@ -109,23 +109,23 @@ class Waiting:
             try:
                 self._store.add(_pulse(self._rank), 1)
             except RuntimeError:
-                return  # the store is gone, which whoever waits finds out, and says
+                return  # the store is gone; waiting ranks report it
             if self._closed.wait(self._silent_seconds / _BEATS):
                 return
 
 
 class _Pulses:
-    """Since when the numbers of ranks stand still, on this rank's own clock."""
+    """Times since which the counters of ranks have not changed, on this rank's clock."""
 
     def __init__(self, store: "Store", silent_seconds: float) -> None:
         self._store, self._silent_seconds = store, silent_seconds
         self._seen: dict[int, tuple[int, float]] = {}
 
-    def look(self, ranks: list[int]) -> None:
-        """Look at the numbers of `ranks` once more.
+    def check(self, ranks: list[int]) -> None:
+        """Check the counters of `ranks`.
 
         Raises:
-            LostRankError: one has not changed for too long.
+            LostRankError: A counter has not changed for too long.
         """
         now = time.monotonic()
         for rank in ranks:
@@ -135,8 +135,8 @@ class _Pulses:
                 self._seen[rank] = pulse, now
             elif now - since > self._silent_seconds:
                 raise LostRankError(
-                    f"rank {rank} has not been heard of for {now - since:.0f} s, and the others "
-                    "wait for it; see that rank's log and node"
+                    f"rank {rank} has given no sign of life for {now - since:.0f} s, and the "
+                    "others wait for it; see that rank's log and node"
                 )
 
 

@@ -1,8 +1,8 @@
-"""Ends a rank that hangs, after every rank has written the stacks of its threads.
+"""End a hanging rank after all ranks have written the stacks of their threads.
 
 Started by `worker`. A stuck rank stops all others in their next collective, so all notice within
-the same seconds; none may end before the last has written its stacks. While one thread holds the
-interpreter lock no other one runs: then a timer in C writes the stacks and ends the process.
+the same seconds; none may end before the last has written its stacks. If one thread holds the
+interpreter lock, no other thread runs; a timer in C then writes the stacks and ends the process.
 """
 
 import faulthandler
@@ -16,18 +16,18 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainCo
 from finetune_trainer.telemetry import Telemetry
 
 SECONDS_FOR_THE_OTHERS = 2.0
-# On GPUs, where nobody has set a limit. Before the collectives' time-out of 30 minutes, at which
-# NCCL aborts the process without a stack, and longer than any micro-batch.
+# Default limit on GPUs. Below the collectives' timeout of 30 minutes, at which NCCL aborts the
+# process without a stack, and longer than any micro-batch.
 DEFAULT_HANG_SECONDS = 900.0
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Limit(NamedTuple):
-    """How long a rank may report nothing.
+    """How long a rank may go without a report.
 
     Attributes:
-        is_of_steps: it holds for steps after the first alone: not for what a step waits for, such
-            as a save or an evaluation, nor for the first, in which kernels are compiled.
+        is_of_steps: Applies only to steps after the first: not to work that a step waits for, such
+            as a save or an evaluation, nor to the first, in which kernels are compiled.
     """
 
     seconds: float
@@ -35,7 +35,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(config: TrainConfig) -> Limit | None:
-    """Return the limit of a run; None where a rank may take as long as it likes."""
+    """Return the limit of a run; None if a rank may take any time."""
     if config.control.hang_seconds is not None:
         return Limit(config.control.hang_seconds, is_of_steps=False)
     return Limit(DEFAULT_HANG_SECONDS, True) if config.world.device == "cuda" else None
@@ -44,9 +44,9 @@ def limit_of(config: TrainConfig) -> Limit | None:
 def watch_progress(
     telemetry: Telemetry, limit: Limit, stacks: Path, end: Callable[[Termination], None]
 ) -> None:
-    """Check from a thread whether anything was reported for as long as `limit` says.
+    """Check from a thread whether the time without a report exceeds `limit`.
 
-    Where not, `stacks` receives the stacks of all threads, and `end` ends the process.
+    If so, `stacks` receives the stacks of all threads, and `end` ends the process.
     """
     idle = _Idle(telemetry, limit)
 
@@ -60,7 +60,7 @@ def watch_progress(
                 file.flush()
                 faulthandler.dump_traceback(file)
                 time.sleep(SECONDS_FOR_THE_OTHERS)
-                if idle.seconds() >= limit.seconds:  # else it was only slow
+                if idle.seconds() >= limit.seconds:  # otherwise it was only slow
                     faulthandler.cancel_dump_traceback_later()
                     end(_termination(telemetry, limit.seconds, stacks))
                     return
@@ -69,7 +69,7 @@ def watch_progress(
 
 
 class _Idle:
-    """For how long nothing was reported that a limit waits for."""
+    """Time without a report that counts towards a limit."""
 
     def __init__(self, telemetry: Telemetry, limit: Limit) -> None:
         self._telemetry, self._limit = telemetry, limit
@@ -79,7 +79,7 @@ class _Idle:
     def seconds(self) -> float:
         idle = self._telemetry.idle_seconds
         if not self._limit.is_of_steps:
-            self.is_exempt = idle == 0  # in a phase that reports nothing until it ends
+            self.is_exempt = idle == 0  # in a phase that reports only at its end
             return idle
         now = time.monotonic()
         self.is_exempt = not self._telemetry.is_stepping
@@ -89,7 +89,7 @@ class _Idle:
 
 
 def _set_timer(limit: Limit, *, is_on: bool, file_number: int) -> None:
-    """Set the timer in C anew; it ends the process where this thread does not come again."""
+    """Restart the timer in C, which ends the process unless this thread restarts it again."""
     if is_on:
         later = limit.seconds + 2 * SECONDS_FOR_THE_OTHERS
         faulthandler.dump_traceback_later(later, exit=True, file=file_number)

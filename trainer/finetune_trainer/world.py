@@ -1,9 +1,9 @@
-"""Which ranks train together, on which device, and through which process groups.
+"""Connect the ranks that train together: place, device, process groups.
 
-Called once per rank by `worker`; everything else receives the finished `World`. It asks `launchers`
-for this rank's place and `rendezvous` for the others, and refuses to go on when the world that came
-up is not the one that `TrainConfig` states (`accelerate launch` on CPUs, for one, starts a single
-unconnected process without a word).
+Called once per rank by `worker`; all other code receives the finished `World`. It reads this rank's
+place through `launchers`, finds the others through `rendezvous`, and refuses a world that differs
+from the `TrainConfig` (`accelerate launch` on CPUs, for example, silently starts a single
+unconnected process).
 """
 
 import logging
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
 from finetune_trainer.launchers import Launch, read_launch
-from finetune_trainer.rendezvous import RENDEZVOUS_TIMEOUT, meet, open_store
+from finetune_trainer.rendezvous import RENDEZVOUS_TIMEOUT, open_store, rendezvous
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
 from finetune_trainer.waiting import SILENT_SECONDS, Waiting
 
@@ -31,18 +31,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this attempt as one of them sees it.
+    """Ranks of this attempt, from the view of a rank.
 
-    All groups are None when `world_size` is 1: one process needs no sockets.
+    All groups are None if `world_size` is 1: one process needs no sockets.
 
     Attributes:
-        device: where this rank computes; `cuda:<local_rank>` or `cpu`.
-        group: the default group, for gradients; NCCL on GPUs, gloo on CPUs.
-        control_group: gloo, for `control.Agreement` and `gather_objects` only, so that a vote
-            in flight never pairs with a training collective.
-        checkpoint_group: gloo, for the saver's background thread only (its collectives on the
-            default group corrupt those of training).
-        waiting: where ranks wait for what others do alone.
+        device: Device of this rank, `cuda:<local_rank>` or `cpu`.
+        group: Default group, for gradients; NCCL on GPUs, gloo on CPUs.
+        control_group: gloo, for `control.Agreement` and `gather_objects` only, so that a vote in
+            flight never pairs with a training collective.
+        checkpoint_group: gloo, for the background thread of checkpoints only (on the default group
+            its collectives would corrupt the collectives of training).
+        waiting: Barrier for ranks of which some work alone.
     """
 
     rank: int
@@ -56,20 +56,20 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which writes progress, manifests and the export."""
+        """Whether this is rank 0, which writes progress, manifests and the export."""
         return self.rank == 0
 
-    def meet(self) -> None:
+    def liveness_barrier(self) -> None:
         """Wait until every rank is here, however long one works alone; for the main thread.
 
         Raises:
-            LostRankError: one is gone.
+            LostRankError: A rank is gone.
         """
         if self.waiting is not None:
-            self.waiting.meet()
+            self.waiting.liveness_barrier()
 
     def sum(self, values: "torch.Tensor") -> "torch.Tensor":
-        """Add `values` up over all ranks, in place, and return them."""
+        """Sum `values` over all ranks, in place, and return them."""
         if self.group is not None:
             import torch.distributed as dist
 
@@ -78,17 +78,17 @@ class World:
 
 
 def check_world_size(config: TrainConfig, launch: Launch | None) -> None:
-    """Refuse a world of another size than the configuration states.
+    """Refuse a world of another size than configured.
 
     Raises:
-        WorldSizeError: names the launcher and both numbers.
+        WorldSizeError: Names the launcher and both numbers.
     """
     expected = config.world.world_size
     actual = launch.world_size if launch else 1
     if actual != expected:
         launcher = launch.launcher if launch else "no launcher (a single process)"
         raise WorldSizeError(
-            f"spec.topology: {launcher} started {actual} rank(s), but the configuration asks for "
+            f"spec.topology: {launcher} started {actual} rank(s), but the configuration requires "
             f"{expected} ({config.world.nnodes} node(s) x {config.world.nproc_per_node} "
             "process(es)); start `python -m finetune_trainer` once per node, or give the "
             f"launcher {expected} processes (accelerate launch connects them with --multi_gpu, "
@@ -104,17 +104,17 @@ def open_world(
     should_stop: Callable[[], bool] = lambda: False,
     rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
 ) -> Iterator[World]:
-    """Connect this rank with the others, and take leave of them at the end.
+    """Connect this rank with the others, and disconnect at the end.
 
-    On the good path (and on `Preempted`, which all ranks raise at the same step) the ranks meet in
-    a barrier before the groups are destroyed: without it gloo's teardown aborts up to half of all
-    finished runs. After any other error there is no barrier, as it could only hang.
+    After success (and on `Preempted`, which all ranks raise at the same step) the ranks run a
+    barrier before the groups are destroyed: without it gloo's teardown aborts up to half of all
+    finished runs. After any other error there is no barrier, because it could hang.
 
     Raises:
-        ConfigError: the device is missing, or the launcher's variables are unusable.
-        WorldSizeError: the launcher started another number of ranks.
-        Preempted: `should_stop` before the ranks had met.
-        TrainerError: rank 0, or another one, did not come within `rendezvous_timeout`.
+        ConfigError: The device is missing, or the launcher's variables are invalid.
+        WorldSizeError: The launcher started another number of ranks.
+        Preempted: `should_stop` returned True before all ranks had arrived.
+        TrainerError: A rank did not arrive within `rendezvous_timeout`.
     """
     launch = read_launch(environ)
     check_world_size(config, launch)
@@ -128,7 +128,7 @@ def open_world(
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = open_store(config, place, environ, should_stop, rendezvous_timeout)
-    meet(store, place.rank, place.world_size, should_stop, rendezvous_timeout)
+    rendezvous(store, place.rank, place.world_size, should_stop, rendezvous_timeout)
     timeout = timedelta(seconds=config.control.collective_timeout_seconds)
     dist.init_process_group(
         backend,
@@ -160,11 +160,11 @@ def open_world(
     _take_leave(world)
 
 
-def limit_waits(config: TrainConfig, *groups: "ProcessGroup") -> None:
-    """Give groups that a library has made the time-out of ours.
+def set_group_timeouts(config: TrainConfig, *groups: "ProcessGroup") -> None:
+    """Set our timeout on groups that a library has created.
 
-    Torch gives them 10 minutes on NCCL, which then aborts the process: before the watchdog's limit,
-    at which every rank writes its stacks and says that it hangs.
+    Torch's default on NCCL is 10 minutes, after which NCCL aborts the process: before the
+    watchdog's limit, at which every rank writes its stacks and reports the hang.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -173,7 +173,7 @@ def limit_waits(config: TrainConfig, *groups: "ProcessGroup") -> None:
 
 
 def _waiting(store: "Store", place: Launch, timeout: timedelta) -> Waiting:
-    """Give the ranks a place to wait, on a connection of its own: torch may wait in another."""
+    """Create the barrier on a connection of its own: torch may block in the original one."""
     silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())
     connection: Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
     connection.set_timeout(timedelta(seconds=silent_seconds))
@@ -192,8 +192,8 @@ def _take_leave(world: World) -> None:
 
 
 def barrier(world: World) -> None:
-    """Wait until every rank is here; nothing to do for one process."""
-    world.meet()
+    """Wait until every rank is here; does nothing in a single process."""
+    world.liveness_barrier()
     if world.control_group is not None:
         import torch.distributed as dist
 
@@ -215,9 +215,9 @@ def gather_objects(group: "ProcessGroup | None", value: _T) -> list[_T]:
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     import torch
 
-    # Without it DeepSpeed guesses, and it may be imported before it is asked for anything.
+    # Otherwise DeepSpeed guesses, possibly when it is merely imported.
     os.environ["DS_ACCELERATOR"] = config.world.device
-    # peft imports these, and they report what they miss for devices that nobody asked for.
+    # peft imports these, and they warn about dependencies of devices that are not used.
     for chatty in ("torchao", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     if config.world.device == "cpu":

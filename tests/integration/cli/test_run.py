@@ -528,7 +528,9 @@ def test_a_run_without_checkpoints_stops_without_one_and_begins_anew(tmp_path: P
     ended = tmp_path / "runs/default/tiny/attempts/1/node-0.termination.json"
     termination = json.loads(ended.read_text())
     assert termination["exitCode"] == 75
-    assert "without a checkpoint, as spec.checkpoint.enabled is false" in termination["message"]
+    assert (
+        "without a checkpoint, because spec.checkpoint.enabled is false" in termination["message"]
+    )
 
     write_project(tmp_path, **settings)
     again = ftctl("run", file.name, folder=tmp_path)

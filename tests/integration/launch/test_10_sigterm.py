@@ -133,7 +133,7 @@ def test_tokenising_is_broken_off_at_once(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs, tmp_path / "run", 1)
     ranks = Ranks(config, {ENV_FAILPOINT: "tokenizing:SIGTERM"})
     assert ranks.codes() == [ExitCode.PREEMPTED]
-    assert ranks.termination().message == "stopped by SIGTERM while there was nothing new to save"
+    assert ranks.termination().message == "stopped by SIGTERM without new state to save"
     assert not [event for event in events(config) if event["event"] == "data"]
 
 

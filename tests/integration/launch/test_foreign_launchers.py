@@ -171,7 +171,7 @@ def test_the_single_process_that_accelerate_starts_for_two_on_cpus_is_refused(jo
     lone_accelerate(job, "finish", "--num_processes=2")
     assert job.wait() != [0]
     assert job.end == (93, "DoNotRestart"), job.said
-    assert "accelerate launch started 1 rank(s), but the configuration asks for 2" in job.said
+    assert "accelerate launch started 1 rank(s), but the configuration requires 2" in job.said
 
 
 @pytest.mark.full
@@ -203,4 +203,4 @@ def test_sigterm_before_the_ranks_have_met_is_a_free_restart(job: Job) -> None:
     until(lambda: log.exists())
     os.kill(job.processes[0].pid, signal.SIGTERM)
     assert job.wait() == [75], job.said
-    assert "told to stop before training began; nothing is lost" in job.said
+    assert "asked to stop before training began; no work is lost" in job.said

@@ -24,7 +24,7 @@ with open_world(config) as world:
             time.sleep(0.002 * world.rank)
             agreed = agreement.exchange(*votes)
             seen.append(agreed)
-        seen.append(agreement.settle())
+        seen.append(agreement.finish_vote())
     agreement = Agreement(world)
     agreement.exchange(False, world.rank == 0)
     polls = [agreement.is_stopping(world.rank == 1 and poll == 1) for poll in range(3)]

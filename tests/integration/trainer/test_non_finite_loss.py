@@ -55,5 +55,5 @@ def test_a_base_model_that_is_none_is_not_blamed_on_the_learning_rate(tmp_path: 
     assert ranks.codes() == [ExitCode.DO_NOT_RESTART] * 2
     message = ranks.termination().message
     assert message.startswith("the loss of step 1 is nan (rank 0, a pack of row ")
-    assert "look for weights of spec.model.source that are no numbers" in message
+    assert "look for non-finite weights in spec.model.source" in message
     assert "learningRate" not in message

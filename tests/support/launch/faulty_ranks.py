@@ -60,7 +60,7 @@ def work(
         telemetry.step(report(step, time.monotonic() - began))
         phases.enter(TimedPhase.OTHER)
         if agreement.exchange(stop.requested).stop:
-            agreement.settle()
+            agreement.finish_vote()
             raise Preempted(f"stopped after step {step}")
     raise AssertionError("it counts for ever")
 

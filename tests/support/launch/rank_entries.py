@@ -159,7 +159,7 @@ def train(
         if step == 1:
             (Path(config.run_dir) / f"pid-{world.rank}").write_text(str(os.getpid()))
         if agreement.exchange(stop.requested).stop:
-            agreement.settle()
+            agreement.finish_vote()
             telemetry.checkpointed(CheckpointRef(step=step, path="c", time=1.0, world_size=2))
             raise Preempted(f"stopped by {stop.reason or 'another rank'} after step {step}")
 

@@ -13,8 +13,8 @@ import finetune_trainer
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINTS
 
 REACH_BOTH = (
-    "from finetune_trainer.failpoints import reach; "
-    "reach('saving', 1); reach('saving', 2); reach('after-commit', 2)"
+    "from finetune_trainer.failpoints import failpoint; "
+    "failpoint('saving', 1); failpoint('saving', 2); failpoint('after-commit', 2)"
 )
 
 

@@ -20,7 +20,7 @@ from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.azureml.curves import MAX_POINTS, Curves, Point
 from finetune_trainer.launch.azureml.mlflow_run import NotReportedError, RefusedError
 from finetune_trainer.launch.azureml.reporter import (
-    SECONDS_BETWEEN_LOOKS,
+    SECONDS_BETWEEN_POLLS,
     SECONDS_BETWEEN_REPORTS,
     RemoteRun,
     Reporter,
@@ -281,11 +281,11 @@ def test_the_stop_tag_stops_as_a_signal_does_and_ends_the_looking(world: World) 
     world.turn(0)
     assert not world.stop.requested
     world.run.said[STOP_TAG] = '{"until": "2026-11-23T16:00:00Z"}'
-    world.turn(SECONDS_BETWEEN_LOOKS - 1)
+    world.turn(SECONDS_BETWEEN_POLLS - 1)
     assert not world.stop.requested
-    world.turn(SECONDS_BETWEEN_LOOKS)
+    world.turn(SECONDS_BETWEEN_POLLS)
     assert world.stop.reason == "the tag finetune.stop"
-    world.turn(10 * SECONDS_BETWEEN_LOOKS)
+    world.turn(10 * SECONDS_BETWEEN_POLLS)
     assert world.run.looks == 2
     assert world.log == ["the tag finetune.stop asks for a stop"]
 

@@ -64,7 +64,7 @@ def test_a_rank_waits_until_rank_0_accepts_a_connection() -> None:
 def test_a_rank_0_that_never_answers_is_an_error_that_names_the_address(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(TrainerError, match=f"rank 0 does not answer at {host}:{port}"):
+    with pytest.raises(TrainerError, match=f"rank 0 does not respond at {host}:{port}"):
         wait_for_rank_zero(host, port, lambda: False, timeout_seconds=0)
 
 
@@ -76,13 +76,13 @@ def test_a_rank_that_waits_says_for_whom(
         port = server.getsockname()[1]
     with pytest.raises(TrainerError):
         wait_for_rank_zero("127.0.0.1", port, lambda: False, timeout_seconds=0.3)
-    told = f"waits for rank 0, which does not answer at 127.0.0.1:{port} ("
+    told = f"waits for rank 0, no response from 127.0.0.1:{port} ("
     assert told in capfd.readouterr().err
 
     twelve = {"nnodes": 1, "nproc_per_node": 12}
     config = train_config(tmp_path, world=twelve, training={"global_batch_size": 12})
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "12", "MASTER_ADDR": "127.0.0.1"}
-    missing = "11 of 12 have not come (1, 2, 3, 4, 5, 6, 7, 8 and 3 more)"
+    missing = "11 of 12 ranks have not arrived (1, 2, 3, 4, 5, 6, 7, 8 and 3 more)"
     with (
         pytest.raises(TrainerError, match=re.escape(f"{missing} within 0:00:01")),
         open_world(
@@ -132,7 +132,7 @@ def test_a_program_that_has_taken_rank_0s_port_is_told_of(tmp_path: Path) -> Non
         port = server.getsockname()[1]
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         with (
-            pytest.raises(TrainerError, match=f"what answers at 127.0.0.1:{port} is not rank 0"),
+            pytest.raises(TrainerError, match=f"the program at 127.0.0.1:{port} is not rank 0"),
             open_world(
                 train_config(tmp_path),
                 {**place, "MASTER_PORT": str(port)},

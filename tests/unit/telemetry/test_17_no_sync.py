@@ -27,7 +27,7 @@ from finetune_trainer.evaluation import held_out_loss
 from finetune_trainer.model import attention
 from finetune_trainer.model.loss import loss_inputs
 from finetune_trainer.model.prepare import prepare_model
-from finetune_trainer.numerics import LateNumbers
+from finetune_trainer.numerics import DeferredMetrics
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import create
 from finetune_trainer.telemetry import Telemetry
@@ -104,7 +104,7 @@ class Arrivals:
         pass
 
 
-class AgreedWait(LateNumbers):
+class AgreedWait(DeferredMetrics):
     """Reads a step's numbers without values: the one place where the host may wait."""
 
     reports = 0

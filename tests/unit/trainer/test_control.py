@@ -63,7 +63,7 @@ def test_one_process_sees_its_own_votes_at_once() -> None:
     agreement = Agreement(World(0, 0, 1, torch.device("cpu")))
     assert agreement.exchange(stop=False, save=True) == Agreed(False, True)
     assert agreement.exchange(stop=True) == Agreed(True, False)
-    assert agreement.settle() is None
+    assert agreement.finish_vote() is None
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_signal_breaks_off_work_that_needs_no_saving(stop: StopSignal) -> None
         signal.raise_signal(signal.SIGTERM)
         done.append("the rest")
 
-    with pytest.raises(Preempted, match="stopped by SIGTERM while there was nothing new to save"):
+    with pytest.raises(Preempted, match="stopped by SIGTERM without new state to save"):
         unless_stopped(agreement, stop, work)
     with pytest.raises(Preempted):
         unless_stopped(agreement, stop, lambda: done.append("the next work"))

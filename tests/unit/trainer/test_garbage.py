@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from finetune_trainer.garbage import collected_every, uncollected
+from finetune_trainer.garbage import gc_every, gc_paused
 
 
 @pytest.mark.parametrize("error", [None, ImportError("no such module")], ids=["found", "missing"])
@@ -15,7 +15,7 @@ def test_collection_goes_on_after_imports_without_what_they_made(
     made: list[list[int]] = [[]]
     during: list[bool] = []
     try:
-        with suppress(ImportError), uncollected():
+        with suppress(ImportError), gc_paused():
             during.append(gc.isenabled())
             if error:
                 raise error
@@ -33,7 +33,7 @@ def collections() -> int:
 def test_garbage_is_collected_after_the_steps_that_are_asked_for_and_never_between() -> None:
     before = collections()
     seen = []
-    with collected_every(3) as finish:
+    with gc_every(3) as finish:
         for step in range(7, 13):
             _ = [[] for _ in range(100_000)]  # by itself Python would collect a hundred times
             finish(step)
@@ -44,13 +44,13 @@ def test_garbage_is_collected_after_the_steps_that_are_asked_for_and_never_betwe
 
 def test_python_collects_as_it_likes_without_a_number_of_steps() -> None:
     before = collections()
-    with collected_every(0) as finish:
+    with gc_every(0) as finish:
         assert gc.isenabled()
         finish(6)
     assert collections() == before
 
 
 def test_python_collects_again_after_a_step_that_failed() -> None:
-    with pytest.raises(ValueError, match="of the step"), collected_every(1):
+    with pytest.raises(ValueError, match="of the step"), gc_every(1):
         raise ValueError("of the step")
     assert gc.isenabled()

@@ -25,10 +25,10 @@ def test_patience_counts_the_evaluations_since_the_last_improvement(
 ) -> None:
     patience = Patience(EarlyStopping(patience=2, min_delta=min_delta))
     assert [patience.improves(loss) for loss in losses] == improved
-    assert patience.is_over == is_over
+    assert patience.is_exhausted == is_over
 
 
 def test_without_settings_patience_has_no_end() -> None:
     patience = Patience(None)
     assert not any(patience.improves(loss) for loss in (1.0, 2.0, 3.0))
-    assert not patience.is_over
+    assert not patience.is_exhausted

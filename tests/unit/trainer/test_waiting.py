@@ -43,8 +43,8 @@ def two(store: Store) -> Iterator[list[Waiting]]:
 def test_ranks_meet_as_often_as_they_like_in_two_places(two: list[Waiting]) -> None:
     def go(one: Waiting) -> None:
         for _ in range(20):
-            one.meet("here")
-            one.meet("there")
+            one.liveness_barrier("here")
+            one.liveness_barrier("there")
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(go, two))
@@ -55,7 +55,7 @@ def test_nothing_stays_in_the_store_of_meetings_that_all_have_left(
 ) -> None:
     with ThreadPoolExecutor(2) as threads:
         for _ in range(3):
-            list(threads.map(Waiting.meet, two))
+            list(threads.map(Waiting.liveness_barrier, two))
     assert not store.check(["control/1"])
     assert not store.check(["control/1/0"])
     assert not store.check(["control/1/1"])
@@ -64,13 +64,13 @@ def test_nothing_stays_in_the_store_of_meetings_that_all_have_left(
 
 def test_a_rank_that_is_silent_is_named(two: list[Waiting]) -> None:
     two[1].close()  # its heart stops, as when its process is killed or stopped
-    with pytest.raises(LostRankError, match=r"^rank 1 has not been heard of for \d+ s, "):
-        two[0].meet()
+    with pytest.raises(LostRankError, match=r"^rank 1 has given no sign of life for \d+ s, "):
+        two[0].liveness_barrier()
 
 
 def test_a_rank_that_ends_with_an_error_is_named_at_once(two: list[Waiting]) -> None:
     with ThreadPoolExecutor(1) as threads:
-        met = threads.submit(two[0].meet)
+        met = threads.submit(two[0].liveness_barrier)
         two[1].leave()
         with pytest.raises(LostRankError, match=r"^rank 1 has ended with an error; see its log$"):
             met.result()
@@ -82,8 +82,8 @@ def test_a_store_that_is_gone_is_named_with_the_rank_that_held_it() -> None:
     client.set_timeout(timedelta(seconds=5))
     one = Waiting(client, rank=1, world_size=2, silent_seconds=60)
     del server
-    with pytest.raises(LostRankError, match=r"^the store of the ranks does not answer .* rank 0"):
-        one.meet()
+    with pytest.raises(LostRankError, match=r"^the store of the ranks does not respond .* rank 0"):
+        one.liveness_barrier()
 
 
 def test_who_waited_in_vain_is_not_to_blame() -> None:

@@ -40,7 +40,7 @@ def on_every_rank(
     except Exception as error:  # any error must reach the other ranks
         outcome = None, describe(error)
     if waiting is not None:
-        waiting.meet(CHECKPOINT)
+        waiting.liveness_barrier(CHECKPOINT)
     outcomes = gather_objects(group, outcome)
     failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if failures:

@@ -10,7 +10,7 @@ from pathlib import Path
 from finetune_trainer.checkpoint.commit import Lineage, delete, ledger
 from finetune_trainer.config import CheckpointRef
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 
 
 def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
@@ -37,6 +37,6 @@ def retire(
     for ref in refs:
         if ref.path not in kept:
             may_delete()
-            reach("retention", refs[0].step)
+            failpoint("retention", refs[0].step)
             with suppress(CheckpointError):  # deleted before, but still in a stale listing
                 delete(Path(ref.path))

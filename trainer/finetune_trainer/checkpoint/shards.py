@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank
 from finetune_trainer.checkpoint.unpickling import METADATA_FILE, read_metadata
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,7 +223,7 @@ def _writer(folder: Path, step: int) -> Any:
             except RuntimeError as error:
                 raise _cause(error) from error
             self.names = frozenset(one.storage_data.relative_path for one in written.value())
-            reach("saving", step)
+            failpoint("saving", step)
             return written
 
     writer = Writer(folder, sync_files=True, overwrite=False)

@@ -35,7 +35,7 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.claims.names import Mark
 from finetune_trainer.config import CheckpointConfig, CheckpointRef, JobRef
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.failpoints import reach
+from finetune_trainer.failpoints import failpoint
 from finetune_trainer.memory.host import free_host_memory, pinned_size, refuse_pinning
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.slots import Block
@@ -231,7 +231,7 @@ class CheckpointStore:
         if source is None:
             return None
         folder, manifest = source
-        reach("restoring", manifest.step)
+        failpoint("restoring", manifest.step)
         self.load(folder, state)
         return manifest
 

@@ -17,8 +17,8 @@ from finetune_trainer.checkpoint.retention import retire
 from finetune_trainer.checkpoint.shards import Shards, State
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import CheckpointRef
-from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew
+from finetune_trainer.failpoints import failpoint
+from finetune_trainer.files import recreate
 from finetune_trainer.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class CheckpointWriter:
         folder = self._on_rank_0(lambda: self._open_folder(step))
         try:
             names = self._shards.write(copy, folder, self._group, step)
-            reach("before-manifest", step)
+            failpoint("before-manifest", step)
             self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
             if self._rank == 0:
                 names.append(TRAINER_FILE)
@@ -107,7 +107,7 @@ class CheckpointWriter:
 
     def _open_folder(self, step: int) -> Path:
         claim = self._checked_fence().holding(self._root).claim
-        return make_anew(commit.step_folder(self._root, step, claim))
+        return recreate(commit.step_folder(self._root, step, claim))
 
     def _checked_fence(self) -> Fence:
         """Return the fence of rank 0 after a check that its claims still hold."""
@@ -130,9 +130,9 @@ class CheckpointWriter:
     def _commit(self, folder: Path, manifest: Manifest) -> CheckpointRef:
         """Write the manifest; the commit is valid if no other process had claimed the folder."""
         self._checked_fence()
-        reach("before-commit", manifest.step)
+        failpoint("before-commit", manifest.step)
         commit.write_manifest(folder, manifest)
-        reach("after-commit", manifest.step)
+        failpoint("after-commit", manifest.step)
         self._checked_fence()
         return commit.reference(folder, manifest)
 

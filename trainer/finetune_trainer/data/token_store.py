@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from finetune_trainer.config import ContractModel, DataReport
 from finetune_trainer.errors import OutputNotWritableError
-from finetune_trainer.files import make_anew, sync_tree
+from finetune_trainer.files import recreate, sync_tree
 
 MANIFEST = "manifest.json"
 ARRAYS = {
@@ -96,7 +96,7 @@ class TokenStore:
 
     def write(self, parts: Iterable[Mapping[str, bytes]]) -> None:
         """Write the arrays of a draft part by part, without holding them in memory."""
-        make_anew(self._draft)
+        recreate(self._draft)
         with ExitStack() as stack:
             files = {
                 name: stack.enter_context(self._path(name, self._draft).open("wb"))

@@ -18,8 +18,8 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.claims.names import TAG, Claim
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
-from finetune_trainer.failpoints import reach
-from finetune_trainer.files import make_anew, move_file, remove_tree, share_as, sync, sync_tree
+from finetune_trainer.failpoints import failpoint
+from finetune_trainer.files import move_file, recreate, remove_tree, share_as, sync, sync_tree
 
 RECORD = "finetune-export.json"
 _STAGING = re.compile(rf"\.export-{TAG}")
@@ -71,7 +71,7 @@ def open_staging(output: Path, claim: Claim) -> Path:
         owner = (*map(int, match.groups()[:3]), match[4]) if match else ()
         if owner < claim[:4]:
             remove_tree(left)
-    return make_anew(output / f".export-{claim.tag}")
+    return recreate(output / f".export-{claim.tag}")
 
 
 def files_of_export(output: Path) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def publish(
     for name in files:
         share_as(staged / name, records[0])
     sync_tree(staged)
-    reach("before-publish", step)
+    failpoint("before-publish", step)
     fence.check()
     move_file(records[0], output / RECORD)
     for name in files:

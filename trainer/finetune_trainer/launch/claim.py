@@ -15,7 +15,7 @@ from finetune_trainer.config import JobRef, TrainConfig
 from finetune_trainer.errors import Preempted
 from finetune_trainer.export.publish import job_of_export
 
-_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_POLLS = 0.1
 
 
 def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence:
@@ -33,7 +33,7 @@ def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence
         while (left := end - time.monotonic()) > 0:
             if should_stop():
                 raise Preempted("told to stop before training began; nothing is lost")
-            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+            time.sleep(min(left, _SECONDS_BETWEEN_POLLS))
 
     def pace(folder: Path) -> Pace:
         lag = config.listing_lag_seconds

@@ -27,7 +27,7 @@ from finetune_trainer.errors import (
     OutputNotWritableError,
     OvertakenError,
 )
-from finetune_trainer.garbage import uncollected
+from finetune_trainer.garbage import gc_paused
 from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.cuda_environment import cuda_environment
 from finetune_trainer.launch.meeting import tell_nodes
@@ -136,7 +136,7 @@ class _Rank:
         if config.telemetry.collective_timings:
             turn_timing_on()
         with ExitStack() as importing:
-            importing.enter_context(uncollected())
+            importing.enter_context(gc_paused())
             if config.world.world_size == 1:  # else the others must learn of it when they meet
                 importing.enter_context(stop.leads_to(self._end_before_training))
             with (

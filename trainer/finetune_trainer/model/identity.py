@@ -92,7 +92,7 @@ def pinned(
     if path.is_absolute() or path.is_dir():
         return config
     commit = _commit(config.model, recorded()) if world.is_main else None
-    world.meet()  # the hub may be slow
+    world.liveness_barrier()  # the hub may be slow
     found = gather_objects(world.control_group, commit)
     if found[0] is None:
         return config

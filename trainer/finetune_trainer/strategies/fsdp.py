@@ -41,7 +41,7 @@ from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimize
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World, gather_objects, limit_waits
+from finetune_trainer.world import World, gather_objects, set_group_timeouts
 
 
 class FsdpStrategy(NativeStrategy):
@@ -272,5 +272,5 @@ def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
     shape, names = (replicas, size // replicas), ("replica", "shard")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    limit_waits(config, *(mesh[name].get_group() for name in names))
+    set_group_timeouts(config, *(mesh[name].get_group() for name in names))
     return mesh

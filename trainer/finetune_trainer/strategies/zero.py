@@ -25,7 +25,7 @@ from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World, limit_waits
+from finetune_trainer.world import World, set_group_timeouts
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +72,7 @@ class ZeroStrategy:
 
         # DeepSpeed shards over the default process group and accepts no mesh.
         self._engine = parallelize(module, None, self._config, shard, warn)
-        limit_waits(self._config, self._engine.data_parallel_group)
+        set_group_timeouts(self._config, self._engine.data_parallel_group)
         self._verify()
         if self._engine.fp16_enabled():  # the loop stops a run whose steps are all skipped
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False

@@ -8,7 +8,7 @@ from finetune_trainer.telemetry.gpu_device import Gpu, GpuMemory
 from finetune_trainer.telemetry.slots import Block
 from finetune_trainer.telemetry.step import StepReport, Throughput
 
-_SECONDS_BETWEEN_LOOKS = 10.0  # reading a GPU's memory is the slowest part of a report
+_SECONDS_BETWEEN_POLLS = 10.0  # reading a GPU's memory is the slowest part of a report
 
 
 class Numbers:
@@ -125,7 +125,7 @@ class GpuNumbers:
 
     def look(self, now: float) -> None:
         """Read the memory counters unless they were read recently; `now` is in seconds."""
-        if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+        if now - self._looked_at < _SECONDS_BETWEEN_POLLS:
             return
         self._looked_at = now
         memory, before = self._read(), self._before

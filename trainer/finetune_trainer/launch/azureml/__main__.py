@@ -8,7 +8,7 @@ if __name__ == "__main__":
     first_signal.listen()
     from finetune_trainer import safe_path
 
-    safe_path.leave_out_the_current_folder()
+    safe_path.remove_current_folder()
     from finetune_trainer.launch.azureml.entry import main
 
     main(sys.argv[1:])

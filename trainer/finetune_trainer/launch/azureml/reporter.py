@@ -32,7 +32,7 @@ from finetune_trainer.launch.azureml.tags import progress_text
 
 SECONDS_BETWEEN_TURNS = 1.0
 SECONDS_BETWEEN_REPORTS = 15.0
-SECONDS_BETWEEN_LOOKS = 10.0
+SECONDS_BETWEEN_POLLS = 10.0
 SECONDS_FOR_THE_LAST_REPORT = 5.0
 _MAX_CAUSE = 160  # characters
 
@@ -115,7 +115,7 @@ class Reporter:
         """Do what is due; `now` is in seconds on a clock that only goes forward."""
         self._read()
         if now >= self._look_at and not self._stop.requested:
-            self._look_at = now + SECONDS_BETWEEN_LOOKS
+            self._look_at = now + SECONDS_BETWEEN_POLLS
             self._try("look", lambda: self._look(run))
         checkpoint = self._progress.checkpoint if self._progress else None
         if now >= self._report_at or checkpoint != self._told:

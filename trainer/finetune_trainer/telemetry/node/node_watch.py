@@ -35,7 +35,7 @@ from finetune_trainer.telemetry.witness import recorder_socket
 ENV_WATCH_SPEED = "FINETUNE_WATCH_SPEED"  # for tests: 10 divides all times by 10
 WATCH_FILE = "watch.json"
 RANK_ZERO_FILE = "rank-zero.json"
-_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_POLLS = 1.0
 _SECONDS_BETWEEN_QUESTIONS = 10.0
 _NODES_A_SECOND = 50  # that rank 0's node can serve with little work
 _ENQUEUED = tuple(
@@ -97,7 +97,7 @@ class NodeWatch:
         self._epoch = time.time() - clock()  # once, so that times do not jump
         self._judge = _judge(config)
         self._evidence = Evidence(ranks, folder, Path(config.run_dir), config.attempt)
-        seconds = max(_SECONDS_BETWEEN_LOOKS, config.num_nodes / _NODES_A_SECOND)
+        seconds = max(_SECONDS_BETWEEN_POLLS, config.num_nodes / _NODES_A_SECOND)
         self._interval = seconds / config.speed
         self._complained = ""
         self._quiet: dict[int, _Quiet] = {}

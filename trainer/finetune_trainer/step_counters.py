@@ -1,4 +1,4 @@
-"""What one rank's part of a step came to: tokens, padding, rows, model FLOPs."""
+"""Count one rank's part of a step: tokens, padding, rows, model FLOPs."""
 
 from typing import TypedDict
 
@@ -7,7 +7,7 @@ from finetune_trainer.data.plan import Pack
 
 
 class Work(TypedDict):
-    """The fields of a `StepReport` that tell what a rank has done."""
+    """Fields of a `StepReport` that count a rank's work."""
 
     rank_tokens: int
     rank_samples: int
@@ -15,24 +15,24 @@ class Work(TypedDict):
     rank_flops: float | None
 
 
-class StepWork:
-    """Adds up the micro-batches of one step."""
+class StepCounters:
+    """Sums over the micro-batches of one step."""
 
     def __init__(self, flops_of_rows: memoryview | None) -> None:
-        """Begin; `flops_of_rows` are those of each row, None that they are not known."""
+        """Start at zero; `flops_of_rows` has the FLOPs of each row, or is None if not known."""
         self._flops_of_rows = flops_of_rows
         self._rows: list[int] = []
         self._tokens = self._positions = 0
 
     def add(self, packs: tuple[Pack, ...], batch: MicroBatch) -> None:
-        """Count a micro-batch, and the rows that it was made of."""
+        """Count a micro-batch and its rows."""
         for pack in packs:
             self._rows.extend(pack)
         self._tokens += batch.tokens
         self._positions += batch.input_ids.numel()
 
     def done(self) -> Work:
-        """Return what was counted."""
+        """Return the sums."""
         known = self._flops_of_rows
         return {
             "rank_tokens": self._tokens,
