@@ -37,8 +37,8 @@ pytestmark = [
 ]
 
 STOP = '{"until":"2026-11-23T16:00:00Z"}'
-TROUBLE = "Azure ML does not take the reports of this run"
-OVER = "Azure ML takes the reports of this run again"
+TROUBLE = "Azure ML does not accept the reports of this run"
+OVER = "Azure ML accepts the reports of this run again"
 STEPS = 12
 WHOLE, UNHEARD, SILENT = "whole", "unheard", "silent"
 Submit = Callable[..., str]

@@ -219,7 +219,9 @@ def test_what_makes_no_node_is_refused_in_the_last_line(start: Start, tmp_path: 
     assert [node.wait() for node in nodes] == [78, 78]
     said = [node.last_words for node in nodes]
     assert {one.failure_class for one in said} == {"ConfigError"}
-    assert said[0].message.startswith("mount://rows: no argument of the command says where rows is")
-    assert said[1].message.startswith("WORLD_SIZE is 8: Azure ML started so many processes")
+    assert said[0].message.startswith(
+        "mount://rows: no argument of the command gives the path of rows"
+    )
+    assert said[1].message.startswith("WORLD_SIZE is 8: Azure ML started 8 processes")
     for node, one in zip(nodes, said, strict=True):
         assert f"ConfigError: {one.message}" in node.stderr

@@ -37,7 +37,7 @@ def test_a_killed_rank_is_restarted_with_its_peers_and_continues_the_attempt(
     assert last_words.progress is not None
     assert last_words.progress.restarts_in_place == 2
     assert last_words.message == "start 2, continued True"
-    assert "WorkerLost: rank 1 was killed from outside (SIGKILL); starting all ranks" in run.stderr
+    assert "WorkerLost: rank 1 was killed from outside (SIGKILL); restarting all" in run.stderr
 
 
 @pytest.mark.full

@@ -71,4 +71,4 @@ def test_a_name_that_means_nothing_is_refused_with_the_list(wanted: str) -> None
 def test_every_place_is_reached_by_the_trainer() -> None:
     source = Path(finetune_trainer.__file__).parent
     code = "".join(path.read_text() for path in source.rglob("*.py"))
-    assert set(re.findall(r'\breach\("([a-z-]+)"', code)) == set(POINTS)
+    assert set(re.findall(r'\bfailpoint\("([a-z-]+)"', code)) == set(POINTS)

@@ -84,7 +84,7 @@ class World:
             return self.run
 
         return Reporter(
-            self.config, self.stop, open_run, clock=lambda: self.now, say=self.log.append
+            self.config, self.stop, open_run, clock=lambda: self.now, log=self.log.append
         )
 
     def step(self, number: int, loss: float | None = 0.5) -> None:
@@ -191,13 +191,14 @@ def test_an_outage_is_said_once_and_its_end_once(world: World) -> None:
         world.step(turn + 1)
         world.turn(turn * SECONDS_BETWEEN_REPORTS)
     assert world.log == [
-        f"warning: Azure ML does not take the reports of this run ({SENTENCE}); training goes on"
+        f"warning: Azure ML does not accept the reports of this run ({SENTENCE}); "
+        "training continues"
     ]
     world.run.error = None
     world.step(5)
     for turn in range(4, 7):
         world.turn(turn * SECONDS_BETWEEN_REPORTS)
-    assert world.log[1:] == ["Azure ML takes the reports of this run again"]
+    assert world.log[1:] == ["Azure ML accepts the reports of this run again"]
     assert world.run.steps(4) == [1, 2, 3, 4, 5]
     assert world.run.progress(4).step == 5
 
@@ -207,7 +208,7 @@ def test_of_a_long_error_the_end_is_told(world: World) -> None:
     world.turn(0)
     [line] = world.log
     assert "(...xxx" in line
-    assert line.endswith("x (Caused by a time-out)); training goes on")
+    assert line.endswith("x (Caused by a time-out)); training continues")
 
 
 def test_where_only_reports_are_refused_it_is_said_once(world: World) -> None:
@@ -287,7 +288,7 @@ def test_the_stop_tag_stops_as_a_signal_does_and_ends_the_looking(world: World) 
     assert world.stop.reason == "the tag finetune.stop"
     world.turn(10 * SECONDS_BETWEEN_POLLS)
     assert world.run.looks == 2
-    assert world.log == ["the tag finetune.stop asks for a stop"]
+    assert world.log == ["the tag finetune.stop requests a stop"]
 
 
 def test_the_end_is_reported_though_the_run_directory_is_gone(world: World) -> None:
@@ -309,7 +310,7 @@ def test_a_run_that_cannot_be_reached_is_said_in_one_line(world: World) -> None:
     assert world.log == [
         "warning: azureml-mlflow cannot be imported; install it; without it Studio draws no "
         "curves, the job's status has no progress, and a stop without SIGTERM costs the steps "
-        "since the last checkpoint; training goes on"
+        "since the last checkpoint; training continues"
     ]
 
 
@@ -324,7 +325,7 @@ def test_after_the_end_nothing_follows_the_last_words(world: World, fails: str) 
         return world.run
 
     world.run.error = OSError(SENTENCE)
-    reporter = Reporter(world.config, world.stop, open_run, say=world.log.append)
+    reporter = Reporter(world.config, world.stop, open_run, log=world.log.append)
     with reporter:
         pass
     has_ended.set()

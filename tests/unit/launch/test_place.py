@@ -194,12 +194,12 @@ def test_a_world_of_another_size_is_refused_with_both_numbers(tmp_path: Path) ->
     config = train_config(tmp_path)
     environ = {"RANK": "0", "WORLD_SIZE": "3"}
     with (
-        pytest.raises(WorldSizeError, match=r"the environment started 3 .* asks for 2"),
+        pytest.raises(WorldSizeError, match=r"the environment started 3 .* requires 2"),
         open_world(config, environ),
     ):
         pass
     with (
-        pytest.raises(WorldSizeError, match=r"single process.* 1 .* asks for 2"),
+        pytest.raises(WorldSizeError, match=r"single process.* 1 .* requires 2"),
         open_world(config, {}),
     ):
         pass

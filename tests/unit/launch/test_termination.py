@@ -128,7 +128,7 @@ def test_ranks_stopped_before_they_could_save_anything_are_preempted() -> None:
     exits = [RankExit(rank, -signal.SIGTERM, 1.0) for rank in (0, 1)]
     termination = agree(exits, stop_reason="SIGTERM", is_out_of_memory=False)
     assert (termination.exit_code, termination.rank) == (75, None)
-    assert "nothing is lost" in termination.message
+    assert "no work is lost" in termination.message
 
 
 def test_a_rank_too_young_to_hear_sigterm_was_told_to_stop_all_the_same() -> None:

@@ -1,5 +1,5 @@
-"""From `python -m finetune_trainer CONFIG` to running ranks, and from their ends to an exit code.
+"""Start ranks for `python -m finetune_trainer CONFIG`, and turn their ends into an exit code.
 
-The supervisor is the main process of a node; it starts one worker a rank, watches them, and turns
-how they ended into the termination message. No module here trains anything.
+The supervisor is the main process of a node; it starts one worker per rank, watches the workers and
+derives the termination message from their ends. No module here trains.
 """

@@ -1,6 +1,6 @@
-"""Which folders an attempt writes into, and their claims, taken before anything is written there.
+"""Claim the folders that an attempt writes to, before anything is written there.
 
-`worker` calls it on rank 0. It imports no torch, so that a job that is refused learns it at once.
+Called by `worker` on rank 0. It imports no torch, so that a refused job fails immediately.
 """
 
 import sys
@@ -19,20 +19,20 @@ _SECONDS_BETWEEN_POLLS = 0.1
 
 
 def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence:
-    """Claim run directory, checkpoints and output, and return what says whether that still holds.
+    """Claim run directory, checkpoints and output; return the fence that holds the claims.
 
     Raises:
-        FolderTakenError: another job has one of them.
-        OutputNotWritableError: one cannot be written.
-        OvertakenError: a later attempt of the job is there.
-        Preempted: `should_stop` while others were waited for.
+        FolderTakenError: Another job owns a folder.
+        OutputNotWritableError: A folder is not writable.
+        OvertakenError: A later attempt of the job exists.
+        Preempted: `should_stop` returned True while waiting for other writers.
     """
 
     def sleep(seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if should_stop():
-                raise Preempted("told to stop before training began; nothing is lost")
+                raise Preempted("asked to stop before training began; no work is lost")
             time.sleep(min(left, _SECONDS_BETWEEN_POLLS))
 
     def pace(folder: Path) -> Pace:
@@ -71,7 +71,7 @@ def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence
     )
     return take(
         [
-            # Of what a copied manifest shares, first what is named in it.
+            # Of the folders that a copied manifest shares, first those named in it.
             wanted(config.checkpoint.dir, "spec.checkpoint.uri", job_of_checkpoints),
             wanted(config.output.dir, "spec.output.uri", job_of_export),
             run_dir,

@@ -1,19 +1,19 @@
-"""What CUDA's libraries read from the environment, once, when they are loaded.
+"""Environment variables that CUDA's libraries read once, when they are loaded.
 
-`worker` sets it before anything imports torch, under every launcher alike. What a user has set
-stays.
+`worker` sets them before torch is imported, under every launcher. Values set by a user are not
+changed.
 """
 
 from collections.abc import Mapping
 
 from finetune_trainer.config import TrainConfig
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 _EXPANDS = "expandable_segments"
 _DETERMINISTIC = {
-    # cuBLAS takes turns on buffers of its own else (its documentation, section 2.1.4).
+    # Otherwise cuBLAS alternates between its own buffers (its documentation, section 2.1.4).
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Switches that add up (NVLS), and trees, choose their order by themselves.
+    # Reductions in switches (NVLS) and in trees have no fixed order.
     "NCCL_ALGO": "Ring",
 }
 

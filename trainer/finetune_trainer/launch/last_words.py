@@ -1,7 +1,7 @@
-"""What a rank says on stderr before C++ ends its process, where Python can report nothing.
+"""Capture what a rank prints on stderr before C++ code ends its process without Python.
 
-NCCL's watchdog is a thread of C++ that aborts the process when a collective does not end or a peer
-is gone. `rank_ends` reads each rank's stderr, forwards it at once, and searches its end here.
+NCCL's watchdog is a C++ thread that aborts the process if a collective does not end or a peer is
+gone. `rank_ends` reads each rank's stderr, forwards it at once, and searches its end here.
 """
 
 import os
@@ -14,12 +14,12 @@ from finetune_trainer.control import judge
 from finetune_trainer.launch.rank_report import RankReport
 
 _STDERR = 2
-_KEPT_BYTES = 2**18  # an abort adds the frames of C++
+_TAIL_BYTES = 2**18  # includes the C++ frames of an abort
 _READ_BYTES = 2**16
-# For what is still in the pipe of a process that has ended; its children may keep it open.
+# For data left in the pipe of an ended process, which its children may hold open.
 _SECONDS_FOR_THE_REST = 1.0
 
-# An exception that nobody catches, without torch's frames; and a fatal line of torch's log.
+# An uncaught exception, without torch's frames; and a fatal line of torch's log.
 _THROWN = re.compile(
     r"terminate called after throwing an instance of .*?what\(\): +(.*?)"
     r"(?=\nException raised from |\nframe #|\Z)",
@@ -32,31 +32,31 @@ _PREFIX = re.compile(
 
 
 class LastWords:
-    """The end of what one rank writes to stderr, all of which is passed on."""
+    """Forwards all stderr output of one rank and remembers its end."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._pipe = pipe
-        self._kept = bytearray()
+        self._tail = bytearray()
         self._reader = threading.Thread(target=self._read, name="stderr of a rank", daemon=True)
         self._reader.start()
 
     def text(self) -> str:
-        """Return the end, once the process is gone."""
+        """Return the end of the output, once the process is gone."""
         self._reader.join(_SECONDS_FOR_THE_REST)
-        return bytes(self._kept).decode(errors="replace")
+        return bytes(self._tail).decode(errors="replace")
 
     def _read(self) -> None:
-        is_heard = True
+        has_reader = True
         with self._pipe:
             while part := self._pipe.read1(_READ_BYTES):  # type: ignore[attr-defined]
-                self._kept += part
-                del self._kept[:-_KEPT_BYTES]
-                is_heard = is_heard and _pass_on(part)
+                self._tail += part
+                del self._tail[:-_TAIL_BYTES]
+                has_reader = has_reader and _forward(part)
 
 
-def _pass_on(part: bytes) -> bool:
-    """Write it to our own stderr; return whether anybody reads that. The rank must not wait."""
+def _forward(part: bytes) -> bool:
+    """Write a part to our stderr; return False if that has no reader, so the rank never waits."""
     try:
         while part:
             part = part[os.write(_STDERR, part) :]
@@ -66,17 +66,17 @@ def _pass_on(part: bytes) -> bool:
 
 
 def report_of_abort(rank: int, time: float, text: str) -> RankReport | None:
-    """Return what a rank that died of SIGABRT would have reported; None where it said nothing.
+    """Return the report of a rank that died of SIGABRT; None if its stderr has no message.
 
     Args:
-        rank: Whose.
-        time: When it ended, seconds since the epoch.
+        rank: Number of the rank.
+        time: When it ended, in seconds since the epoch.
         text: The end of its stderr.
     """
-    said = [found[1] for found in _THROWN.finditer(text)] or _FATAL.findall(text)
-    if not said:
+    found = [match[1] for match in _THROWN.finditer(text)] or _FATAL.findall(text)
+    if not found:
         return None
-    words = _PREFIX.sub("", said[-1].strip())
+    words = _PREFIX.sub("", found[-1].strip())
     verdict = judge(RuntimeError(words))
     message = verdict.message
     if verdict.failure_class is FailureClass.ERROR:

@@ -1,8 +1,8 @@
-"""What `python -m finetune_trainer CONFIG` does: be the main process of a node, or one rank of it.
+"""Run the main process of a node or one rank: the entry of `python -m finetune_trainer CONFIG`.
 
-Started once per node it supervises the node's ranks. Started once per process by another launcher
-(torchrun, `accelerate launch`, mpirun, Azure ML) it is the rank that the environment names;
-once per node of an Azure ML job, `launch.azureml` supervises.
+Started once per node, it supervises the node's ranks. Started once per process by another launcher
+(torchrun, `accelerate launch`, mpirun, Azure ML), it is the rank that the environment names. On the
+nodes of an Azure ML job, `launch.azureml` supervises instead.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
     """Run, and end the process with the exit code of the attempt.
 
     Args:
-        arguments: the path of the configuration.
+        arguments: The path of the configuration.
         entry: `module:function` that does a rank's work.
     """
     if len(arguments) != 1:
@@ -52,22 +52,22 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 
 
 def _be_a_rank(config: TrainConfig, entry: str) -> int:
-    """Do one rank's work; ranks write the termination message, as there is no supervisor of ours.
+    """Do one rank's work; without our supervisor, the ranks write the termination message.
 
-    Rank 0 speaks for all, unless another is to blame: of that, rank 0 only sees that a peer is
-    gone. It may see that before the other has spoken, which then has the last word.
+    Rank 0 reports for all ranks, unless another rank is the cause: rank 0 then only sees that a
+    peer is gone. Rank 0 may report first; the causing rank then overwrites its message.
     """
-    from finetune_trainer.launch.worker import run_rank  # imports what a supervisor has no use for
+    from finetune_trainer.launch.worker import run_rank  # slow to import, not for supervisors
 
     started = psutil.Process().create_time()  # about the same for all ranks of a launcher
     path = Path(os.environ.get(ENV_TERMINATION_PATH) or config.termination_path)
 
     def report_end(report: RankReport) -> None:
-        with _alone_beside(path):
-            said = _said(path, since=started)
-            is_to_blame = report.termination.rank is not None
-            has_the_word = said is None and report.rank == 0
-            if has_the_word or (is_to_blame and (said is None or said.rank is None)):
+        with _locked(path):
+            written = _written(path, since=started)
+            is_cause = report.termination.rank is not None
+            is_first = written is None and report.rank == 0
+            if is_first or (is_cause and (written is None or written.rank is None)):
                 write_termination_message(report.termination, config.termination_path)
                 return
         print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
@@ -78,22 +78,22 @@ def _be_a_rank(config: TrainConfig, entry: str) -> int:
 
 
 @contextmanager
-def _alone_beside(path: Path) -> Iterator[None]:
-    """Let one rank of this node after the other look at the file and write it."""
+def _locked(path: Path) -> Iterator[None]:
+    """Let only one rank of this node at a time read and write the file."""
     with ExitStack() as at_end:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY)  # the file is replaced, and a lock with it
+            folder = os.open(path.parent, os.O_RDONLY)  # the file itself gets replaced
             at_end.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX)
         except OSError as error:
             problem = f"{path.parent} cannot be locked ({error.strerror})"
-            print(f"warning: {problem}; ranks may write {path.name} at once", file=sys.stderr)
+            print(f"warning: {problem}; ranks may write {path.name} together", file=sys.stderr)
         yield
 
 
-def _said(path: Path, since: float) -> Termination | None:
-    """Return what a rank of this launch has written; None for what is older, or no message."""
+def _written(path: Path, since: float) -> Termination | None:
+    """Return the message written by a rank of this launch; None if older or missing."""
     try:
         return Termination.read(path) if path.stat().st_mtime >= since else None
     except (OSError, ValidationError):
@@ -102,7 +102,7 @@ def _said(path: Path, since: float) -> Termination | None:
 
 def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
     problems = _problems(path, error)
-    if len(problems) > 1:  # one alone is in the termination message
+    if len(problems) > 1:  # a single one is in the termination message
         print(*problems, sep="\n", file=sys.stderr)
     termination = Termination(
         failure_class=FailureClass.CONFIG_ERROR,
@@ -114,17 +114,17 @@ def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
 
 
 def _problems(path: Path, error: OSError | ValidationError) -> list[str]:
-    """Return a sentence for each thing that is wrong with the configuration file."""
+    """Return a sentence for each problem of the configuration file."""
     if isinstance(error, OSError):
         return [f"{path} cannot be read ({error.strerror}); pass the path of a TrainConfig file"]
     return sentences(str(path), error)
 
 
 def _termination_path(path: Path) -> str | None:
-    """Return where the unusable configuration wants its termination message, if it says so."""
+    """Return the path of the termination message in an invalid configuration, if it has one."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None  # said already, as the reason why the configuration is unusable
+        return None  # already reported as the reason why the configuration is invalid
     found = values.get("terminationPath") if isinstance(values, dict) else None
     return found if isinstance(found, str) else None

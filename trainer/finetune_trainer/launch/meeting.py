@@ -1,8 +1,8 @@
-"""Where the page of rank 0's node is: rank 0 tells all ranks once they have met.
+"""Distribute the address of rank 0's node page to all ranks after the rendezvous.
 
-Called by `worker` in each rank, with the world open. The port may be another than configured, and
-the word that admits a node to that page is nobody else's business, so both go the way of the job's
-own ranks.
+Called by `worker` in each rank, with the world open. The port may differ from the configured one,
+and the secret that admits a node to that page must stay within the job, so the ranks' own
+collectives carry both.
 """
 
 from pathlib import Path
@@ -16,16 +16,16 @@ from finetune_trainer.telemetry.shared import NodePage
 from finetune_trainer.world import World, gather_objects
 
 
-def tell_nodes(world: World, page: NodePage, launch: Launch) -> None:
-    """Tell the page of this node where rank 0's is; a collective where there are several nodes.
+def distribute_page_address(world: World, page: NodePage, launch: Launch) -> None:
+    """Give this node's page the address of rank 0's page; a collective if nodes > 1.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: There is no room.
     """
     if launch.local_world_size == launch.world_size:
         return
-    told = (urlsplit(page.url).port, page.word) if page.word is not None else None
-    where = gather_objects(world.control_group, told)[0]
+    own = (urlsplit(page.url).port, page.word) if page.word is not None else None
+    where = gather_objects(world.control_group, own)[0]
     is_first = launch.rank == page.first_rank and launch.rank != 0
     if where is not None and is_first and page.folder is not None:
         port, word = where

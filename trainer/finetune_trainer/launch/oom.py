@@ -1,7 +1,7 @@
-"""How often the kernel's out-of-memory killer struck in this process's control group.
+"""Count the kills of the kernel's out-of-memory killer in this process's control group.
 
-The supervisor compares the count before and after a rank died of SIGKILL; nothing else
-distinguishes an out-of-memory kill from another.
+The supervisor compares the count before and after a rank died of SIGKILL; no other information
+distinguishes an out-of-memory kill from another one.
 """
 
 from pathlib import Path
@@ -11,14 +11,15 @@ _OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def count_oom_kills(root: Path = _ROOT, own_group: Path = _OWN_GROUP) -> int:
-    """Return the `oom_kill` counter of cgroup v2 or v1, or 0 where there is none."""
+    """Return the `oom_kill` counter of cgroup v2 or v1, or 0 without one."""
     return max((_counter(path) for path in _files(root, own_group)), default=0)
 
 
 def _files(root: Path, own_group: Path) -> list[Path]:
-    """Name the files that may hold the counter.
+    """Return the files that may hold the counter.
 
-    Inside a container the group's path may belong to the host's view; its own is then the root.
+    Inside a container the group's path may be relative to the host; the container's group is then
+    the root.
     """
     files = [root / "memory.events", root / "memory" / "memory.oom_control"]
     if not own_group.exists():

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in sentences; for whoever reads one."""
+"""Describe what is wrong with a configuration, one sentence per problem."""
 
 from typing import TYPE_CHECKING
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def sentences(source: str, error: ValidationError) -> list[str]:
-    """Return a sentence for each thing that is wrong with the configuration from `source`."""
+    """Return a sentence for each problem of the configuration from `source`."""
     return [_sentence(source, problem) for problem in error.errors(include_url=False)]
 
 
 def _sentence(source: str, problem: "ErrorDetails") -> str:
-    said = problem["msg"].removeprefix("Value error, ")
-    if said.startswith("spec."):  # it names its field as the user's manifest does
-        return said
-    return f"{'.'.join(map(str, problem['loc'])) or source}: {said}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if message.startswith("spec."):  # already names the field of the user's manifest
+        return message
+    return f"{'.'.join(map(str, problem['loc'])) or source}: {message}"

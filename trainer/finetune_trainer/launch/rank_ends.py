@@ -1,7 +1,7 @@
-"""Sees the ranks of a node through to their end, and records how each one ended.
+"""Supervise the ranks of a node until all have ended, and record how each one ended.
 
-`supervisor` hands it the processes it started. It decides who is ended when, and
-never what that means: that is `termination_message`.
+`supervisor` passes in the processes that it started. This module decides which rank is ended when;
+`termination_message` interprets the result.
 """
 
 import os
@@ -26,11 +26,11 @@ Processes = Mapping[int, "subprocess.Popen[bytes]"]
 
 
 class Watch:
-    """The end of one attempt's ranks on this node.
+    """Watches the ranks of one attempt on this node until they have ended.
 
-    When it is asked to stop, it passes SIGTERM on and gives the ranks the grace period to leave by
-    themselves. When somebody else stopped one rank, it stops the others. When one fails, it ends
-    the others soon, as no step can be finished without it.
+    If a stop is requested, it forwards SIGTERM and gives the ranks the grace period to leave. If a
+    rank was stopped from outside, it stops the others. If a rank fails, it soon ends the others,
+    because no step can finish without that rank.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Watch:
         self._words: dict[int, LastWords] = {}
 
     def until_all_ended(self, processes: Processes) -> None:
-        """Return when no process is left; what they write to a pipe of stderr is passed on."""
+        """Wait until all processes have ended; their stderr, if a pipe, is forwarded."""
         running = dict(processes)
         self._words = {
             rank: LastWords(process.stderr)
@@ -69,9 +69,9 @@ class Watch:
             if now >= self._deadline:
                 _signal_all(running, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
-        _kill_what_ranks_left_behind(processes)
+        _kill_orphans(processes)
         for words in self._words.values():
-            words.text()  # the last of it comes before what the supervisor says
+            words.text()  # forward all of it before the supervisor's own messages
 
     @property
     def _has_left(self) -> bool:
@@ -82,7 +82,7 @@ class Watch:
         return any(e.outcome != ExitCode.DONE and not e.is_preempted for e in self.exits)
 
     def _set_deadline(self, deadline: float, reason: EndedBy) -> None:
-        """Only ever move the deadline forward: a failure during the grace period shortens it."""
+        """Only move the deadline forward: a failure during the grace period shortens it."""
         if deadline < self._deadline:
             self._deadline, self._deadline_is_for = deadline, reason
 
@@ -105,7 +105,7 @@ class Watch:
             )
 
     def _report(self, rank: int, code: int) -> RankReport | None:
-        """Return what a rank has reported, or C++ in its place."""
+        """Return the report of a rank, or of its C++ code."""
         report = read_report(self._reports, rank)
         if report is not None or code != -signal.SIGABRT or rank not in self._words:
             return report
@@ -117,13 +117,13 @@ def _signal_all(running: Processes, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def _kill_what_ranks_left_behind(processes: Processes) -> None:
-    """Kill the children of ranks that died before they could end them.
+def _kill_orphans(processes: Processes) -> None:
+    """Kill the orphaned children of ranks that died.
 
-    Every rank leads a process group of its own.
+    Every rank leads its own process group.
     """
     for process in processes.values():
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # the usual case: nobody is left
+            continue  # the usual case: no process is left

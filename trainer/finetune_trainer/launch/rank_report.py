@@ -1,6 +1,6 @@
-"""What a supervisor hands its ranks through the environment, and what each rank hands back.
+"""Exchange between a supervisor and its ranks: environment variables and reports.
 
-Used by `supervisor` and `worker` alone; a foreign launcher sets none of this.
+Used only by `supervisor` and `worker`; other launchers set none of these variables.
 """
 
 from pathlib import Path
@@ -8,16 +8,16 @@ from pathlib import Path
 from finetune_trainer.config import ContractModel, Termination
 from finetune_trainer.files import replace_text
 
-ENV_REPORT_DIR = "FINETUNE_REPORT_DIR"  # private folder the reports go to
-ENV_STARTED = "FINETUNE_STARTED"  # when the supervisor's process started, seconds since the epoch
+ENV_REPORT_DIR = "FINETUNE_REPORT_DIR"  # private folder for the reports
+ENV_STARTED = "FINETUNE_STARTED"  # start of the supervisor's process, seconds since the epoch
 ENV_SUPERVISOR_PID = "FINETUNE_SUPERVISOR_PID"
 DEFAULT_ENTRY = "finetune_trainer.rank:run"  # does a rank's work
 
 
 class RankReport(ContractModel):
-    """How one rank ended.
+    """End of one rank.
 
-    `is_collateral` is true when the rank failed only because it lost its peers.
+    `is_collateral` is true if the rank failed only because it lost its peers.
     """
 
     rank: int
@@ -27,11 +27,11 @@ class RankReport(ContractModel):
 
 
 def write_report(folder: Path, report: RankReport) -> None:
-    """Leave a rank's report for its supervisor; whole or not at all."""
+    """Write a rank's report for its supervisor, atomically."""
     replace_text(folder / f"rank-{report.rank}.json", report.to_json())
 
 
 def read_report(folder: Path, rank: int) -> RankReport | None:
-    """Return the report that a rank left, or None when it left none."""
+    """Return the report of a rank, or None if it left none."""
     path = folder / f"rank-{rank}.json"
     return RankReport.read(path) if path.exists() else None

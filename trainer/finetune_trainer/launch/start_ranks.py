@@ -1,6 +1,6 @@
-"""Starts the ranks of this node: which place each one has, and where they all meet.
+"""Start the ranks of this node with their places and the address of the rendezvous.
 
-Called by `supervisor` once per start and restart. It waits for nobody, and imports no torch.
+Called by `supervisor` once per start and restart. It does not wait for a rank and imports no torch.
 """
 
 import socket
@@ -17,11 +17,11 @@ from finetune_trainer.rendezvous import ENV_STORE_FD
 
 @dataclass(frozen=True)
 class Node:
-    """This node's place, from its environment.
+    """Place of this node, from its environment.
 
     Attributes:
-        host: of node 0, which runs rank 0 and its store.
-        port: of that store; 0 on a single node, which picks a free one.
+        host: Address of node 0, which runs rank 0 and its store.
+        port: Port of that store; 0 on a single node, which chooses a free one.
     """
 
     rank: int
@@ -30,10 +30,10 @@ class Node:
 
 
 def read_node(config: TrainConfig, environ: Mapping[str, str]) -> Node:
-    """Return this node's place.
+    """Return the place of this node.
 
     Raises:
-        ConfigError: a variable is missing or makes no sense.
+        ConfigError: A variable is missing or invalid.
     """
     nnodes = config.world.nnodes
     if nnodes == 1:
@@ -62,16 +62,16 @@ def start_ranks(
     *,
     restart: int,
 ) -> dict[int, "subprocess.Popen[bytes]"]:
-    """Start the processes of this node's ranks, each the leader of a process group of its own.
+    """Start the processes of this node's ranks, each the leader of its own process group.
 
     Their stderr is a pipe that the caller must read.
 
-    Node 0 binds the port of the store here and hands the socket to rank 0: nobody else can take
-    the port meanwhile, and ranks that are faster than rank 0 queue up instead of being refused.
-    `arguments` are the Python interpreter's; `restart` says how often ranks were started before.
+    Node 0 binds the port of the store here and passes the socket to rank 0: no other program can
+    take the port in between, and ranks that are faster than rank 0 queue instead of being refused.
+    `arguments` are passed to the Python interpreter; `restart` counts the earlier starts.
 
     Raises:
-        TrainerError: the port of the store is taken.
+        TrainerError: The port of the store is taken.
     """
     num_ranks = config.world.nproc_per_node
     processes = {}
@@ -92,7 +92,7 @@ def start_ranks(
             if inherited:
                 place[ENV_STORE_FD] = str(inherited[0])
             processes[rank] = subprocess.Popen(
-                [sys.executable, "-P", *arguments],  # nothing is imported from this folder
+                [sys.executable, "-P", *arguments],  # no imports from the current folder
                 env={**environ, **place},
                 pass_fds=inherited,
                 stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ def start_ranks(
 
 
 def _listen(node: Node) -> socket.socket:
-    """Listen on the loopback of a single node, or on every address for the ranks of the others."""
+    """Listen on the loopback address of a single node, or on all addresses for other nodes."""
     try:
         if node.port == 0:
             return socket.create_server((node.host, 0))

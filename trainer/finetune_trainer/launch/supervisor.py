@@ -1,8 +1,8 @@
-"""The main process of a node: starts its ranks and its page, passes signals on, says how it ended.
+"""Main process of a node: start its ranks and its page, forward signals, report the end.
 
-Called by `main`. It trains nothing, opens no device and never imports torch. After a fault it
-may start the ranks of a single node again; otherwise the operator starts the next attempt when
-every process of this one is gone.
+Called by `main`. It does not train, opens no device and never imports torch. After a fault it may
+restart the ranks of a single node; otherwise the operator starts the next attempt when every
+process of this one is gone.
 """
 
 import os
@@ -43,7 +43,7 @@ from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
 
 class Supervisor:
-    """One attempt on one node."""
+    """Runs an attempt on this node."""
 
     def __init__(
         self,
@@ -53,10 +53,15 @@ class Supervisor:
         entry: str = DEFAULT_ENTRY,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Prepare; the ranks read `config` from its path, and do the work of `module:function`.
+        """Prepare to run `config`.
 
-        `environ` names this node's place; the ranks get it as well. A request to `stop` is passed
-        on to them as SIGTERM.
+        A request to `stop` is forwarded to the ranks as SIGTERM.
+
+        Args:
+            config: The run.
+            config_path: File from which the ranks read the same configuration.
+            entry: `module:function` that does a rank's work.
+            environ: Environment with this node's place, which the ranks inherit.
         """
         self._config = config
         self._config_path = config_path
@@ -65,7 +70,7 @@ class Supervisor:
         self.stop = StopSignal()
 
     def run(self) -> Termination:
-        """Run the attempt to its end, write its termination message, and return it."""
+        """Run the attempt to its end, write its termination message and return it."""
         self.stop.install()
         with TemporaryDirectory(prefix="finetune-ranks-") as folder:
             termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=explain)
@@ -88,7 +93,7 @@ class Supervisor:
             return self._run_attempt(node, page, folder)
 
     def _run_attempt(self, node: Node, page: NodePage, folder: Path) -> Termination:
-        """Run the ranks, and after a fault again, as often as the configuration says."""
+        """Run the ranks; after a fault, rerun them as often as configured."""
         allowed, restart = self._config.world.restarts_in_place, 0
         while True:
             if self.stop.requested:
@@ -100,22 +105,22 @@ class Supervisor:
                 return termination
             restart += 1
             print(
-                f"{termination.failure_class}: {termination.message}; starting all ranks of this "
-                f"node again ({restart} of {allowed})",
+                f"{termination.failure_class}: {termination.message}; restarting all ranks of this "
+                f"node ({restart} of {allowed})",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _run_ranks(self, node: Node, page: NodePage, reports: Path, restart: int) -> Termination:
-        """Start the ranks, and return what became of them once every one is gone."""
+        """Start the ranks and return their termination once all have ended."""
         config = self._config
         started = time.time() if restart else psutil.Process().create_time()
         environ = {
             **self._environ,
-            # torch and the BLAS libraries read it when they are loaded, so it cannot wait.
+            # torch and the BLAS libraries read it when they are loaded.
             "OMP_NUM_THREADS": str(config.world.threads_per_process),
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONSAFEPATH": "1",  # for what torch and the ranks start in turn
+            "PYTHONSAFEPATH": "1",  # for processes that torch and the ranks start
             ENV_REPORT_DIR: str(reports),
             ENV_STARTED: str(started),
             ENV_SUPERVISOR_PID: str(os.getpid()),
@@ -135,15 +140,15 @@ class Supervisor:
 
 
 def _may_restart(termination: Termination) -> bool:
-    """Return whether a retry can help; out of memory would occur again."""
+    """Whether a retry can help; an out-of-memory error would recur."""
     is_fault = termination.exit_code in (ExitCode.ERROR, ExitCode.KILLED)
     return is_fault and termination.failure_class is not FailureClass.OUT_OF_MEMORY
 
 
 def write_termination_message(termination: Termination, default_path: str | None) -> None:
-    """Write the sentence to stderr, and all to `default_path` or the file the environment names.
+    """Print the message to stderr and write all to `default_path` or the environment's file.
 
-    A file that cannot be written changes nothing about how the attempt ended.
+    A file that cannot be written does not change how the attempt ended.
     """
     print(f"{termination.failure_class}: {termination.message}", file=sys.stderr, flush=True)
     path = os.environ.get(ENV_TERMINATION_PATH) or default_path
@@ -160,6 +165,6 @@ def write_termination_message(termination: Termination, default_path: str | None
 
 
 def explain(verdict: Verdict, trace: str) -> None:
-    """Print the traceback of an error that no sentence explains; for `guard`."""
+    """Print the traceback of an error without a message of its own; for `guard`."""
     if verdict.exit_code == ExitCode.ERROR:
         print(trace, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""How the reports of a node's ranks become the one `Termination` of an attempt.
+"""Combine the reports of a node's ranks into the one `Termination` of an attempt.
 
-Each rank leaves a `RankReport`; the supervisor adds what only it can see (who was killed, and by
-whom), and `agree` decides.
+Each rank leaves a `RankReport`; the supervisor adds which ranks were killed and why, and `agree`
+decides.
 """
 
 import signal
@@ -17,7 +17,7 @@ from finetune_trainer.config import ExitCode, FailureClass, Progress, SampleAnsw
 from finetune_trainer.files import replace_text
 from finetune_trainer.launch.rank_report import RankReport
 
-MAX_TERMINATION_BYTES = 4096  # what Kubernetes reads of a termination message
+MAX_TERMINATION_BYTES = 4096  # Kubernetes truncates longer termination messages
 
 _CLASS_OF_CODE = {
     ExitCode.DONE: FailureClass.COMPLETED,
@@ -30,7 +30,7 @@ _CLASS_OF_CODE = {
 
 
 class EndedBy(StrEnum):
-    """Whose doing it was that a rank's process ended."""
+    """Cause of the end of a rank's process."""
 
     ITSELF = "itself"
     FAILURE_OF_ANOTHER = "failure of another"
@@ -39,14 +39,14 @@ class EndedBy(StrEnum):
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank's process ended, as its supervisor saw it.
+    """End of one rank's process as seen by its supervisor.
 
     Attributes:
-        code: as `Popen.returncode`: negative for a signal.
-        time: when it was noticed, seconds since the epoch.
-        ended_by: who sent the SIGKILL, where there was one from the supervisor.
-        report: what it left behind; None when it had no time to.
-        stacks: where a timer wrote its stacks before it ended it; None where no timer has.
+        code: As in `Popen.returncode`: negative for a signal.
+        time: When it was noticed, in seconds since the epoch.
+        ended_by: Why the supervisor sent SIGKILL, if it did.
+        report: The rank's report; None if it left none.
+        stacks: File to which a timer wrote the stacks before it ended the rank; None without one.
     """
 
     rank: int
@@ -58,29 +58,29 @@ class RankExit:
 
     @property
     def outcome(self) -> int:
-        """The exit code it reported, as a report is written when all work is over; else `code`."""
+        """Exit code of the report, which is written after all work; without a report `code`."""
         return self.report.termination.exit_code if self.report else self.code
 
     @property
     def is_preempted(self) -> bool:
-        """Asked to stop; also by a signal that ended it before it could handle signals."""
+        """Whether it was asked to stop, including by a signal before it could handle signals."""
         return self.outcome in (ExitCode.PREEMPTED, *(-number for number in first_signal.NUMBERS))
 
 
 def agree(
     exits: Sequence[RankExit], *, stop_reason: str | None, is_out_of_memory: bool
 ) -> Termination:
-    """Decide what the attempt ended with.
+    """Choose the termination of the attempt.
 
-    A rank that failed decides before a preempted one, and that one before a finished one; a rank
-    that was only ended because of another's failure does not count. Of those that failed, the
-    root cause is one that says what was wrong, or was killed, before an unclassified error, which
-    may be its consequence; then the earliest.
+    A failed rank takes precedence over a preempted one, and that over a finished one; a rank that
+    was ended only because another failed is ignored. Among failed ranks, the root cause is one with
+    a classified error or a kill rather than an unclassified error, which may be a consequence; then
+    the earliest.
 
     Args:
-        exits: one for each rank of this node.
-        stop_reason: name of the signal that asked the supervisor to stop, if one did.
-        is_out_of_memory: the kernel's out-of-memory killer struck here meanwhile.
+        exits: One per rank of this node.
+        stop_reason: Name of the signal that asked the supervisor to stop, if any.
+        is_out_of_memory: Whether the kernel's out-of-memory killer struck here meanwhile.
     """
     faults = [(e, fault) for e in exits if (fault := _fault(e, is_out_of_memory)) is not None]
     if faults:
@@ -101,27 +101,27 @@ def agree(
 
 
 def preempted_before_training(reason: str | None) -> Termination:
-    """Return the termination of an attempt that was stopped when there was nothing to save yet."""
+    """Return the termination of an attempt that was stopped before it had anything to save."""
     return Termination(
         failure_class=FailureClass.PREEMPTED,
         exit_code=ExitCode.PREEMPTED,
-        message=f"stopped by {reason or 'SIGTERM'} before training began; nothing is lost",
+        message=f"stopped by {reason or 'SIGTERM'} before training began; no work is lost",
     )
 
 
 def write_termination(path: Path, termination: Termination) -> None:
-    """Write its `message_text`, atomically where the file allows it."""
+    """Write the `message_text`, atomically if the file allows it."""
     text = message_text(termination)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         replace_text(path, text)
     except OSError:
-        # Kubernetes mounts the file itself: it can be written but not replaced.
+        # Kubernetes mounts the file itself, which can be written but not replaced.
         path.write_text(text, encoding="utf-8")
 
 
 def message_text(termination: Termination) -> str:
-    """Return it as one line of JSON, of at most 4096 bytes, with its newline."""
+    """Return the termination as one line of JSON with a newline, of at most 4096 bytes."""
     for candidate in _ever_shorter(termination):
         text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
         if len(text.encode()) <= MAX_TERMINATION_BYTES:
@@ -130,18 +130,18 @@ def message_text(termination: Termination) -> str:
 
 
 def with_published(termination: Termination, run_dir: Path, attempt: int) -> Termination:
-    """Add what rank 0 published, where it is missing, as in the message of a killed rank."""
+    """Add the progress that rank 0 published, if missing as in the message of a killed rank."""
     if termination.progress is not None:
         return termination
     try:
         progress = Progress.read(run_dir / "progress.json")
     except (OSError, ValidationError):
-        return termination  # rank 0 may be on another node, or had nothing to report yet
+        return termination  # rank 0 may be on another node, or has not reported yet
     return with_progress(termination, progress) if progress.attempt == attempt else termination
 
 
 def with_progress(termination: Termination, progress: Progress) -> Termination:
-    """Add the progress, and the step and the checkpoint in it, where they are missing."""
+    """Add the progress, its step and its checkpoint if they are missing."""
     return termination.model_copy(
         update={
             "step": termination.step or progress.step,
@@ -163,7 +163,7 @@ def _fault(exit_: RankExit, is_out_of_memory: bool) -> Termination | None:
         return _termination(
             exit_.rank,
             ExitCode.KILLED,
-            f"rank {exit_.rank} was told to stop, did not leave within its grace period and was "
+            f"rank {exit_.rank} was asked to stop, did not leave within its grace period and was "
             "killed; raise spec.deadlines.terminationGraceSeconds",
         )
     if exit_.code < 0:
@@ -196,7 +196,7 @@ def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
         message = f"rank {exit_.rank} was killed from outside ({name})"
         return _termination(exit_.rank, ExitCode.KILLED, message)
     message = (
-        f"rank {exit_.rank} was killed as the memory limit was reached; lower "
+        f"rank {exit_.rank} was killed because the memory limit was reached; lower "
         "spec.training.microBatchSize or maxSeqLength, or give the node more memory"
     )
     killed = _termination(exit_.rank, ExitCode.KILLED, message)
@@ -204,11 +204,11 @@ def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
 
 
 def _lost_peers(exits: Sequence[RankExit]) -> Termination:
-    """No rank here failed by itself, yet not all finished: the root cause is on another node."""
+    """Report that the root cause is on another node: no rank here failed, yet not all finished."""
     first = min(exits, key=lambda e: (e.time, e.rank))
     if first.report is not None:
         return first.report.termination
-    message = f"rank {first.rank} ended early and nobody here is to blame; see the other nodes"
+    message = f"rank {first.rank} ended early, and the cause is not on this node; see other nodes"
     lost = _termination(None, ExitCode.ERROR, message)
     return lost.model_copy(update={"failure_class": FailureClass.WORKER_LOST})
 
@@ -219,7 +219,7 @@ def _termination(rank: int | None, code: ExitCode, message: str) -> Termination:
 
 
 def _ever_shorter(full: Termination) -> Iterator[Termination]:
-    """Yield the message with less and less beside the class, the step and the sentence."""
+    """Yield the message with ever fewer details besides class, step and message."""
     yield full
     progress = full.progress
     if progress is not None:

@@ -1,8 +1,8 @@
-"""One rank, from its first instruction to its exit code.
+"""Run one rank, from its first instruction to its exit code.
 
-`python -m finetune_trainer.launch.worker CONFIG ENTRY` is what the supervisor starts once per
-process; under a foreign launcher `main` calls `run_rank` itself. The work is done by ENTRY
-(`finetune_trainer.rank:run`); this module gives it a world and reports how it ended.
+The supervisor starts `python -m finetune_trainer.launch.worker CONFIG ENTRY` once per process;
+under another launcher `main` calls `run_rank` itself. ENTRY (`finetune_trainer.rank:run`) does the
+work; this module provides its world and reports its end.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from finetune_trainer.errors import (
 from finetune_trainer.garbage import gc_paused
 from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.cuda_environment import cuda_environment
-from finetune_trainer.launch.meeting import tell_nodes
+from finetune_trainer.launch.meeting import distribute_page_address
 from finetune_trainer.launch.rank_report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -51,8 +51,8 @@ from finetune_trainer.watchdog import limit_of, watch_progress
 from finetune_trainer.with_parent import end_with_parent
 from finetune_trainer.world import World, open_world
 
-# For ranks that learn at their next step boundary that they were overtaken; then rank 0 goes alone,
-# which ends the others. With the time between two checks it is below 10 s.
+# Time for all ranks to leave at their next step boundary after they were overtaken; then rank 0
+# leaves alone, which ends the others. Together with the time between two checks it is below 10 s.
 _SECONDS_TO_LEAVE_TOGETHER = 3.0
 _closing = threading.Lock()
 
@@ -62,7 +62,7 @@ Entry = Callable[[TrainConfig, World, StopSignal, Telemetry, Fence | None], Term
 def main() -> NoReturn:
     """Run as a supervised rank: do the work, leave a report, exit with its code."""
     config_path, entry = sys.argv[1:]
-    # Left behind it would go on writing to a checkpoint that the next attempt writes to as well.
+    # An orphaned rank would write to the same checkpoints as the next attempt.
     end_with_parent(int(os.environ[ENV_SUPERVISOR_PID]), signal.SIGKILL)
     report_end = partial(write_report, Path(os.environ[ENV_REPORT_DIR]))
     report = run_rank(TrainConfig.read(Path(config_path)), entry, report_end=report_end)
@@ -77,9 +77,9 @@ def run_rank(
     *,
     report_end: Callable[[RankReport], None] = lambda report: None,
 ) -> RankReport:
-    """Do the work of the rank that the environment names, and return how it ended.
+    """Do the work of the rank that the environment names, and return its report.
 
-    When it hangs, or is overtaken, the process ends here, and `report_end` has received the report.
+    If the rank hangs or is overtaken, the process ends here after `report_end` has got the report.
     """
     os.environ.update(cuda_environment(config, environ))
     hide_unused(config)
@@ -87,7 +87,7 @@ def run_rank(
 
 
 class _Rank:
-    """One rank and its outlets; until these are open, it has nothing to write to."""
+    """Rank of this process and its outlets, which are opened during its start."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class _Rank:
         page = self._node_page(launch)
         shared = Shared(page, launch.rank)
         witness = shared.witness()
-        if launch.launcher == ACCELERATE:  # it dies of SIGTERM without passing it on
+        if launch.launcher == ACCELERATE:  # it dies of SIGTERM without forwarding it
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None
-        if launch.rank == 0:  # the others come no further than to meet it before it has the folders
+        if launch.rank == 0:  # other ranks wait for it in the rendezvous
             fence = claim_folders(config, lambda: stop.requested)
             telemetry = self._open_telemetry(launch, shared)
             generation = fence.holding(Path(config.checkpoint.dir)).claim.generation
@@ -137,13 +137,13 @@ class _Rank:
             turn_timing_on()
         with ExitStack() as importing:
             importing.enter_context(gc_paused())
-            if config.world.world_size == 1:  # else the others must learn of it when they meet
+            if config.world.world_size == 1:  # several ranks must agree in the rendezvous
                 importing.enter_context(stop.leads_to(self._end_before_training))
             with (
                 open_world(config, environ, should_stop=lambda: stop.requested) as world,
                 ExitStack() as watching,
             ):
-                tell_nodes(world, page, launch)
+                distribute_page_address(world, page, launch)
                 do_work = _load(entry)
                 importing.close()
                 if witness is not None:
@@ -156,9 +156,9 @@ class _Rank:
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
 
     def _node_page(self, launch: Launch) -> NodePage:
-        told = self._environ.get(ENV_NODE_PAGE)
-        if told is not None:
-            return NodePage.model_validate_json(told)
+        text = self._environ.get(ENV_NODE_PAGE)
+        if text is not None:
+            return NodePage.model_validate_json(text)
         return self._at_end.enter_context(
             page_without_supervisor(
                 self._config,
@@ -177,14 +177,14 @@ class _Rank:
         return self._telemetry
 
     def _end_before_training(self) -> None:
-        # At once: importing takes seconds, and an exception in C++ code would abort the process.
+        # Immediately: imports take seconds, and an exception in C++ code would abort the process.
         self._end(preempted_before_training(self._stop.reason))
 
     def _end_hung(self, termination: Termination) -> None:
         self._end(termination.model_copy(update={"rank": self._rank}))
 
     def _end_overtaken(self, error: OvertakenError | ClaimLostError) -> None:
-        assert self._telemetry is not None, "it was opened before the claims were watched"
+        assert self._telemetry is not None, "opened before the claims are watched"
         self._telemetry.release()
         time.sleep(_SECONDS_TO_LEAVE_TOGETHER)
         self._end(
@@ -198,7 +198,7 @@ class _Rank:
         )
 
     def _end(self, termination: Termination) -> NoReturn:
-        assert self._telemetry is not None, "it is opened before anything can end this process"
+        assert self._telemetry is not None, "opened before any code can end this process"
         ended = _close(self._telemetry, termination)
         self._report_end(self._report(ended))
         leave(ended.exit_code)
@@ -220,10 +220,10 @@ class _Rank:
 
 
 def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
-    """Let a rank that was started again go on from its own commits, whatever resumeFrom says.
+    """Let a restarted rank resume from its own commits, regardless of resumeFrom.
 
     Raises:
-        ConfigError: ranks shall be started again, by a launcher that does not know of it.
+        ConfigError: Restarts are configured, but another launcher is in charge.
     """
     restarts = config.world.restarts_in_place
     if restarts and ENV_SUPERVISOR_PID not in environ:
@@ -255,10 +255,10 @@ def _open_telemetry(
 
 
 def _close(telemetry: Telemetry, termination: Termination) -> Termination:
-    """Write the end into the outlets, and what they know into the termination message.
+    """Write the end to the outlets, and add their state to the termination message.
 
-    The first end is written: the ranks that hang leave one by one, so that of a rank the watchdog
-    may find that it hangs just as its work finds that the others are gone.
+    The first end wins: hanging ranks leave one by one, so the watchdog may find that a rank hangs
+    just as its work finds that the others are gone.
     """
     with _closing:
         if termination.failure_class is FailureClass.OVERTAKEN:

@@ -1,4 +1,4 @@
-"""`python -P -m finetune_trainer.launch.azureml NAME=PATH...`: listen to signals, then the rest."""
+"""Run `python -P -m finetune_trainer.launch.azureml NAME=PATH...`: signals first, then imports."""
 
 import sys
 

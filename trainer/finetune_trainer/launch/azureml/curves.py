@@ -1,4 +1,4 @@
-"""The curves of a run as rank 0 writes them into its journal, kept until Azure ML has them."""
+"""Read the curves of a run from rank 0's journal and buffer them until Azure ML has them."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Of each kind; with four values a step, both stay below the 1,000 that MLflow takes at once.
+# Per kind; with four values per step, both are below MLflow's limit of 1,000 per request.
 MAX_POINTS = 150
 _NAMES = {
     "step": {
@@ -20,12 +20,12 @@ _NAMES = {
 
 
 class Point(NamedTuple):
-    """What the journal says of one step.
+    """Values of one step in the journal.
 
     Attributes:
-        number: Counts the points, so that those which were sent can be named.
+        number: Running number, by which sent points can be dropped.
         time: Seconds since the epoch.
-        values: By the name of the curve; finite, as JSON has no word for others.
+        values: By the name of the curve; finite, because JSON has no other numbers.
     """
 
     number: int
@@ -35,43 +35,44 @@ class Point(NamedTuple):
 
 
 class Thinned:
-    """A bounded number of points: the newest, and of the others each one, each second, fourth..."""
+    """Bounded series of points: the newest, and every first, second, fourth... of the others."""
 
     def __init__(self) -> None:
-        self._kept: list[Point] = []
+        self._points: list[Point] = []
         self._newest: Point | None = None
         self._stride = 1
         self._count = 0
 
     def add(self, point: Point) -> None:
-        """Take a point; where there are too many, every second one goes, as will those to come."""
+        """Add a point; if there are too many, drop every second one, and of later ones likewise."""
         self._newest = point
         if self._count % self._stride == 0:
-            self._kept.append(point)
+            self._points.append(point)
         self._count += 1
-        if len(self._kept) == MAX_POINTS:
-            self._kept, self._stride = self._kept[::2], self._stride * 2
+        if len(self._points) == MAX_POINTS:
+            self._points, self._stride = self._points[::2], self._stride * 2
 
     @property
     def points(self) -> Sequence[Point]:
-        """What is kept, the newest at the end."""
-        newest = [] if self._newest is None or self._newest in self._kept[-1:] else [self._newest]
-        return [*self._kept, *newest]
+        """All buffered points, the newest last."""
+        last = self._points[-1:]
+        newest = [] if self._newest is None or self._newest in last else [self._newest]
+        return [*self._points, *newest]
 
     def forget(self, last: int) -> None:
-        """Drop the points up to the number `last`."""
+        """Drop the points up to number `last`."""
         left = [point for point in self.points if point.number > last]
-        self._kept, self._newest = left, left[-1] if left else None
+        self._points, self._newest = left, left[-1] if left else None
         self._stride, self._count = 1, len(left)
 
 
 class Curves:
-    """Reads a journal that grows, and keeps the points that nobody has taken yet, thinned.
+    """Follows a growing journal and buffers unsent points, thinned out.
 
-    What was in the file before is of an earlier start, and is not read.
+    Existing contents of the file belong to an earlier start and are skipped.
 
     Attributes:
-        starts: Which start of the attempt this is, once rank 0 has claimed its folders.
+        starts: Number of this start of the attempt, once rank 0 has claimed its folders.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -79,14 +80,14 @@ class Curves:
         self._journal = journal
         self._offset = journal.stat().st_size if journal.exists() else 0
         self._count = 0
-        self._kept = {event: Thinned() for event in _NAMES}
+        self._series = {event: Thinned() for event in _NAMES}
 
     def read(self) -> None:
-        """Read what was written since the last time; an unfinished line waits."""
+        """Read new complete lines."""
         try:
             file = self._journal.open("rb")
         except OSError:
-            return  # rank 0 has not got so far, or tells itself what is wrong with its disk
+            return  # not written yet, or rank 0 itself reports the error of its disk
         with file:
             file.seek(self._offset)
             lines, _, rest = file.read().rpartition(b"\n")
@@ -95,17 +96,17 @@ class Curves:
             try:
                 self._take(json.loads(line))
             except ValueError:
-                continue  # a full disk has torn it
+                continue  # truncated by a full disk
 
     @property
     def points(self) -> Sequence[Point]:
-        """All that are kept, in the order of the journal."""
-        return sorted(point for kept in self._kept.values() for point in kept.points)
+        """All buffered points, in the order of the journal."""
+        return sorted(point for series in self._series.values() for point in series.points)
 
     def forget(self, last: int) -> None:
-        """Drop the points up to the number `last`."""
-        for kept in self._kept.values():
-            kept.forget(last)
+        """Drop the points up to number `last`."""
+        for series in self._series.values():
+            series.forget(last)
 
     def _take(self, event: object) -> None:
         match event:
@@ -124,4 +125,4 @@ class Curves:
                     if isinstance(value, int | float) and math.isfinite(value)
                 }
                 self._count += 1
-                self._kept[kind].add(Point(self._count, step, time, finite))
+                self._series[kind].add(Point(self._count, step, time, finite))

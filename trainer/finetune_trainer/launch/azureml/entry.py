@@ -1,7 +1,7 @@
-"""One node of an Azure ML job, from its command line to its exit code.
+"""Run one node of an Azure ML job, from its command line to its exit code.
 
-Azure ML starts it once on each node, and may start the same run once more: on another node, after
-it has taken one away.
+Azure ML starts it once on each node, and may start the same run again on another node after it has
+removed one.
 """
 
 import os
@@ -44,10 +44,9 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
         termination, refusal = guard(
             lambda: _run(arguments, os.environ, entry, at_end), on_error=explain
         )
-        if refusal is not None:  # else the supervisor has written it
+        if refusal is not None:  # otherwise written by the supervisor
             write_termination_message(termination, None)
-        # A log is all that comes back from each node; a rank that was killed may have left half
-        # a line of it.
+        # A log is the only output of each node; a killed rank may have left half a line in it.
         sys.stdout.buffer.write(f"\n{message_text(termination)}".encode())
         sys.stdout.flush()
     leave(termination.exit_code)
@@ -56,11 +55,11 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 def _run(
     arguments: Sequence[str], environ: Mapping[str, str], entry: str, at_end: ExitStack
 ) -> Termination:
-    """Run the supervisor; `at_end` gets what may wait until the last words are written."""
-    # What cannot be deleted goes with the container.
+    """Run the supervisor; `at_end` receives callbacks that may wait until the end."""
+    # Files that cannot be deleted disappear with the container.
     with TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as scratch:
         mounts = read_mounts([f"{SCRATCH}={scratch}", *arguments])
-        # Which start of the run this is nobody says, so what it has committed counts in each.
+        # Azure ML does not number the starts of a run, so every start resumes from its commits.
         config = put_paths(_read_config(environ), mounts).continued()
         environ = environment_of_supervisor(environ, config.world.nnodes)
         path = Path(scratch) / "config.json"
@@ -73,7 +72,7 @@ def _run(
 def _reporting(
     config: TrainConfig, environ: Mapping[str, str], stop: StopSignal, at_end: ExitStack
 ) -> AbstractContextManager[None]:
-    """Return what reports while it is entered: on node 0, where rank 0 is, of a run of Azure ML."""
+    """Return the reporter, as a context manager, on node 0 of a run of Azure ML."""
     if environ.get(ENV_NODE_RANK, "0") != "0" or not is_run_of_azureml(environ):
         return nullcontext()
     reporter = Reporter(config, stop, lambda: MLflowRun(environ))

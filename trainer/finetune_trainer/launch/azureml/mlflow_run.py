@@ -1,4 +1,4 @@
-"""This run in the MLflow of its workspace, through Microsoft's plugin, which renews the token.
+"""Access this run in its workspace's MLflow through Microsoft's plugin, which renews the token.
 
 The plugin is the extra `mlflow`; importing it takes 2.4 s of CPU and 180 MB, so the thread of
 `reporter` does it, in the main process of node 0.
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.launch.azureml.curves import Point
 
-# What Azure ML sets, and the plugin needs: without the token it would open a browser.
+# Set by Azure ML and required by the plugin, which would open a browser without the token.
 _VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_RUN_ID")
-# Read by MLflow when it is imported, or at each request. With its defaults a request takes up to 17
-# minutes where the service is silent, and waits as long as a Retry-After says.
+# Read by MLflow on import or at each request. With its defaults a request takes up to 17 minutes if
+# the service does not respond, and waits as long as a Retry-After requests.
 _SETTINGS = {
     "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -22,35 +22,35 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
 }
-# For the scope of the token, which is not asked about it; where it is not set, the plugin first
-# asks management.azure.com for all clouds.
+# For the scope of the token. If it is not set, the plugin first queries management.azure.com for
+# all clouds.
 _CLOUD = {"AZUREML_CURRENT_CLOUD": "AzureCloud"}
-# Without a handler, their warnings get into the job's log, also behind the node's last words; what
-# fails is raised, and told by `reporter`.
+# Without a handler, their warnings get into the job's log, even after the termination message.
+# Failures are raised, and `reporter` logs them.
 _LIBRARIES = ("azure", "azureml", "mlflow", "urllib3")
 
 
 class NotReportedError(TrainerError):
-    """The run cannot be reached from here at all; the message says what is missing."""
+    """The run cannot be reached from here at all; the message names what is missing."""
 
 
 class RefusedError(TrainerError):
-    """The service says no, and not that it is busy."""
+    """The service refuses a request for a reason other than load."""
 
 
 def is_run_of_azureml(environ: Mapping[str, str]) -> bool:
-    """Whether this is a run that Azure ML has started, and wants to hear of."""
+    """Whether this is a run started by Azure ML that can be reported to."""
     return "AZUREML_RUN_ID" in environ and "MLFLOW_TRACKING_URI" in environ
 
 
 class MLflowRun:
-    """The run that this process is a part of."""
+    """The run to which this process belongs."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Import MLflow, and set it up for this process; nothing is sent yet.
+        """Import MLflow and set it up for this process, without a request.
 
         Raises:
-            NotReportedError: the plugin is not installed, or Azure ML has not set what it needs.
+            NotReportedError: The plugin is not installed, or Azure ML has not set its variables.
         """
         missing = [name for name in _VARIABLES if not environ.get(name)]
         if missing:
@@ -71,7 +71,7 @@ class MLflowRun:
         self._client = MlflowClient(environ["MLFLOW_TRACKING_URI"])
 
     def tags(self) -> Mapping[str, str]:
-        """Ask for the tags of the run; one request."""
+        """Get the tags of the run; one request."""
         tags: Mapping[str, str] = self._client.get_run(self._id).data.tags
         return tags
 
@@ -79,7 +79,7 @@ class MLflowRun:
         """Add points to the curves and set tags; one request.
 
         Raises:
-            RefusedError: the service says no; to what of it, it may not say.
+            RefusedError: The service refuses, possibly without naming the part.
         """
         from mlflow.entities import Metric, RunTag
         from mlflow.exceptions import RestException
@@ -92,5 +92,5 @@ class MLflowRun:
         named = [RunTag(name, value) for name, value in tags.items()]
         try:
             self._client.log_batch(self._id, metrics, tags=named)
-        except RestException as error:  # MLflow's for an answer that a retry does not change
+        except RestException as error:  # MLflow's error for a response that a retry does not change
             raise RefusedError(str(error)) from error

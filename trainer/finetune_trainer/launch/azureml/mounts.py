@@ -1,8 +1,8 @@
-"""`mount://NAME/REST` in a configuration: a place whose path only the node knows.
+"""Resolve `mount://NAME/REST` in a configuration: a location whose path only the node knows.
 
-Azure ML mounts inputs and outputs where it likes and puts the paths into the command. `entry` reads
-them from there and puts them into the configuration, before anything else reads that.
-`mount://scratch` is no mount: it is on the node's own disk, new for each start.
+Azure ML chooses the paths of inputs and outputs and puts them into the command. `entry` reads them
+there and inserts them into the configuration before it is used. `mount://scratch` is not a mount:
+it is on the node's own disk, new for each start.
 """
 
 import re
@@ -15,7 +15,7 @@ from finetune_trainer.errors import ConfigError
 SCRATCH = "scratch"
 _ARGUMENT = re.compile(r"([a-z0-9_]+)=(.+)", re.DOTALL)
 _PLACE = re.compile(r"mount://([a-z0-9_]+)(/.*)?", re.DOTALL)
-# Fields that name a file or a folder; all others are the user's own text.
+# Fields that name a file or a folder; all others are the user's text.
 _PATHS = {
     "cache_dir",
     "dir",
@@ -31,10 +31,10 @@ M = TypeVar("M", bound=ContractModel)
 
 
 def read_mounts(arguments: Iterable[str]) -> dict[str, str]:
-    """Return the path of each mount, by name, from arguments NAME=PATH.
+    """Return the path of each mount by name, from arguments NAME=PATH.
 
     Raises:
-        ConfigError: one is not NAME=PATH, or names a mount again.
+        ConfigError: An argument is not NAME=PATH, or repeats a name.
     """
     mounts: dict[str, str] = {}
     for argument in arguments:
@@ -46,16 +46,16 @@ def read_mounts(arguments: Iterable[str]) -> dict[str, str]:
             )
         name, path = match.groups()
         if name in mounts:
-            raise ConfigError(f"two arguments name the mount {name}; leave one of them out")
+            raise ConfigError(f"two arguments name the mount {name}; remove one of them")
         mounts[name] = path
     return mounts
 
 
 def put_paths(model: M, mounts: Mapping[str, str]) -> M:
-    """Return a configuration, or a part of one, in which paths stand for places on mounts.
+    """Return a configuration, or a part of it, with locations on mounts replaced by paths.
 
     Raises:
-        ConfigError: a place is on a mount that is not among `mounts`.
+        ConfigError: A location is on a mount that is not in `mounts`.
     """
 
     def put(name: str, value: object) -> object:
@@ -80,7 +80,7 @@ def _path(place: str, mounts: Mapping[str, str]) -> str:
     if name not in mounts:
         given = ", ".join(f"{one}=" for one in mounts) or "none"
         raise ConfigError(
-            f"{place}: no argument of the command says where {name} is mounted (there are: "
+            f"{place}: no argument of the command gives the path of {name} (given: "
             f"{given}); add {name}=PATH"
         )
     return mounts[name].rstrip("/") + (rest or "")

@@ -1,7 +1,7 @@
-"""What Azure ML says of a node, as the supervisor takes it.
+"""Translate Azure ML's variables of a node for the supervisor.
 
-With the distribution PyTorch and one process an instance, Azure ML sets NODE_RANK and MASTER_*, and
-makes that process a rank of a world of nodes as well (RANK, WORLD_SIZE, LOCAL_RANK). Without a
+With the distribution PyTorch and one process per instance, Azure ML sets NODE_RANK and MASTER_*,
+and also makes that process a rank in a world of nodes (RANK, WORLD_SIZE, LOCAL_RANK). Without a
 distribution it sets none of these.
 """
 
@@ -18,13 +18,13 @@ def environment_of_supervisor(environ: Mapping[str, str], nnodes: int) -> dict[s
     """Return the environment in which a supervisor finds its place among `nnodes` nodes.
 
     Raises:
-        ConfigError: a variable is missing, or there is more than one process on a node.
+        ConfigError: A variable is missing, or a node has more than one process.
     """
     num_started = environ.get("WORLD_SIZE", str(nnodes))
     if num_started != str(nnodes):
         raise ConfigError(
-            f"WORLD_SIZE is {num_started}: Azure ML started so many processes, and each of the "
-            f"{nnodes} node(s) of spec.topology.nodes needs one, which starts its ranks; set "
+            f"WORLD_SIZE is {num_started}: Azure ML started {num_started} processes, but the "
+            f"{nnodes} node(s) of spec.topology.nodes need one each, which starts its ranks; set "
             f"{_DISTRIBUTION} and resources.instance_count {nnodes}"
         )
     place: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Tells Azure ML how the run goes, and hears from there that it shall stop.
+"""Report the progress of the run to Azure ML, and receive stop requests from there.
 
-A thread in the main process of node 0, started by `entry`: it reads what rank 0 writes to the local
-disk, so no training process waits for it, shares its interpreter with it, or imports MLflow.
+A thread in the main process of node 0, started by `entry`: it reads rank 0's files on the local
+disk, so no training process waits for it, shares an interpreter with it, or imports MLflow.
 """
 
 import sys
@@ -38,27 +38,27 @@ _MAX_CAUSE = 160  # characters
 
 
 class RemoteRun(Protocol):
-    """What the reporter needs of the run; each method is one request, and may raise anything."""
+    """Methods of the run that the reporter uses; each is one request and may raise anything."""
 
     def tags(self) -> Mapping[str, str]:
         """Return the tags."""
 
     def report(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
-        """Add points to the curves, and set tags."""
+        """Add points to the curves and set tags."""
 
 
-def say(sentence: str) -> None:
-    """Print to stderr, which is a part of the job's log."""
-    with suppress(OSError):  # a full disk; the log is all there is
+def log(sentence: str) -> None:
+    """Print to stderr, which is part of the job's log."""
+    with suppress(OSError):  # a full disk; there is no other log
         print(sentence, file=sys.stderr, flush=True)
 
 
 class Reporter:
-    """Reports about every 15 s, at once for a checkpoint, and at the end; looks for the stop tag.
+    """Reports about every 15 s, at once for a checkpoint, and at the end; polls the stop tag.
 
-    As a context manager it is around the work of the ranks. What was read by then is reported
-    last; `wait` waits for it. What cannot be sent waits for the next turn, curves as points that
-    become fewer, all else as the newest state.
+    As a context manager it surrounds the work of the ranks. The state at its end is reported last;
+    `wait` waits for that. Data that cannot be sent waits for the next turn: curves are thinned out,
+    all other data is replaced by the newest state.
     """
 
     def __init__(
@@ -68,32 +68,37 @@ class Reporter:
         open_run: Callable[[], RemoteRun],
         *,
         clock: Callable[[], float] = time.time,
-        say: Callable[[str], None] = say,
+        log: Callable[[str], None] = log,
     ) -> None:
         """Prepare.
 
-        `open_run` is called from the thread. `clock` gives seconds since the epoch.
+        Args:
+            config: The run.
+            stop: Receives a stop request from Azure ML.
+            open_run: Opens the run; called from the thread.
+            clock: Seconds since the epoch.
+            log: Prints a line to the job's log.
         """
         run_dir = Path(config.run_dir)
         self._checkpoints = Path(config.checkpoint.dir)
         self._stop = stop
         self._open_run = open_run
         self._clock = clock
-        self._say = say
+        self._log = log
         self._began = clock()
         self._run_dir = run_dir
         self._progress: Progress | None = None
         self._curves = Curves(run_dir / "logs" / "rank-0.jsonl")
-        self._reading = threading.Lock()  # the end is read from the main thread
-        self._told: CheckpointRef | None = None
-        self._report_at = self._look_at = float("-inf")
+        self._reading = threading.Lock()  # the main thread reads at the end
+        self._reported: CheckpointRef | None = None
+        self._report_at = self._poll_at = float("-inf")
         self._failing: set[str] = set()
-        self._telling = threading.Lock()
+        self._logging = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="reporter", daemon=True)
 
     def __enter__(self) -> None:
-        """Start."""
+        """Start the thread."""
         self._thread.start()
 
     def __exit__(
@@ -102,35 +107,35 @@ class Reporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Read for the last time, before the run directory goes, and say nothing any more."""
+        """Read once more before the run directory is deleted, and stop logging."""
         self._read()
-        with self._telling:
+        with self._logging:
             self._ending.set()
 
     def wait(self, seconds: float = SECONDS_FOR_THE_LAST_REPORT) -> None:
-        """Wait for the last report, or until it takes too long."""
+        """Wait for the last report, at most `seconds`."""
         self._thread.join(seconds)
 
     def turn(self, run: RemoteRun, now: float) -> None:
-        """Do what is due; `now` is in seconds on a clock that only goes forward."""
+        """Do the requests that are due; `now` is in seconds of a monotonic clock."""
         self._read()
-        if now >= self._look_at and not self._stop.requested:
-            self._look_at = now + SECONDS_BETWEEN_POLLS
-            self._try("look", lambda: self._look(run))
+        if now >= self._poll_at and not self._stop.requested:
+            self._poll_at = now + SECONDS_BETWEEN_POLLS
+            self._try("poll", lambda: self._poll_stop(run))
         checkpoint = self._progress.checkpoint if self._progress else None
-        if now >= self._report_at or checkpoint != self._told:
-            self._told = checkpoint
+        if now >= self._report_at or checkpoint != self._reported:
+            self._reported = checkpoint
             self._report_at = now + SECONDS_BETWEEN_REPORTS
             self._try("report", lambda: self._report(run))
 
     def _work(self) -> None:
         try:
             run = self._open_run()
-        except Exception as error:  # what an import raises; no training ends of it
-            self._tell(
+        except Exception as error:  # any error of an import; must not end training
+            self._log_line(
                 f"warning: {error}; without it Studio draws no curves, the job's status has no "
                 "progress, and a stop without SIGTERM costs the steps since the last checkpoint; "
-                "training goes on"
+                "training continues"
             )
             return
         while not self._ending.is_set():
@@ -144,13 +149,13 @@ class Reporter:
             try:
                 progress = read_progress(self._run_dir)
             except (OSError, ValidationError):
-                return  # rank 0 has not got so far, or tells itself what is wrong with its disk
-            if progress.time >= self._began:  # else of an earlier start in the same folder
+                return  # not written yet, or rank 0 itself reports the error of its disk
+            if progress.time >= self._began:  # else left by an earlier start in the same folder
                 self._progress = progress
 
-    def _look(self, run: RemoteRun) -> None:
+    def _poll_stop(self, run: RemoteRun) -> None:
         if run.tags().get(STOP_TAG):
-            self._tell(f"the tag {STOP_TAG} asks for a stop")
+            self._log_line(f"the tag {STOP_TAG} requests a stop")
             self._stop.request(f"the tag {STOP_TAG}")
 
     def _report(self, run: RemoteRun) -> None:
@@ -165,7 +170,7 @@ class Reporter:
         except RefusedError:
             if not points:
                 raise
-            run.report((), tags)  # else one bad point would hide the progress from now on
+            run.report((), tags)  # otherwise one bad point would hide all later progress
             self._forget(points)
             raise
         self._forget(points)
@@ -176,28 +181,28 @@ class Reporter:
                 self._curves.forget(points[-1].number)
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
-        """Do one request; tell of the first that fails, and when none fails any more."""
+        """Do one request; log the first failure, and the first success after it."""
         was_failing = bool(self._failing)
         try:
             work()
-        except Exception as error:  # of MLflow, the plugin or the network: no training ends of it
+        except Exception as error:  # of MLflow, the plugin or the network; must not end training
             self._failing.add(what)
-            news = f"warning: Azure ML does not take the reports of this run ({_cause(error)}); "
-            news += "training goes on"
+            news = f"warning: Azure ML does not accept the reports of this run ({_cause(error)}); "
+            news += "training continues"
         else:
             self._failing.discard(what)
-            news = "Azure ML takes the reports of this run again"
+            news = "Azure ML accepts the reports of this run again"
         if bool(self._failing) != was_failing:
-            self._tell(news)
+            self._log_line(news)
 
-    def _tell(self, sentence: str) -> None:
-        """Write it into the log, but nothing behind the last words, which others read there."""
-        with self._telling:
+    def _log_line(self, sentence: str) -> None:
+        """Log a line unless the end has begun: the termination message must be the last line."""
+        with self._logging:
             if not self._ending.is_set():
-                self._say(sentence)
+                self._log(sentence)
 
 
 def _cause(error: Exception) -> str:
-    """Return the end of the first line, as addresses come first and causes last."""
+    """Return the end of the first line, because addresses come first and causes last."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return text if len(text) <= _MAX_CAUSE else f"...{text[-_MAX_CAUSE:]}"

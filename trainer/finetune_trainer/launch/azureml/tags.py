@@ -1,4 +1,4 @@
-"""What the trainer writes into the tags of its run: each value within what Azure ML takes."""
+"""Encode progress in the tags of a run, within the length that Azure ML accepts."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from finetune_trainer.config import MAX_TAG_LENGTH, CheckpointRef, Progress
 
 
 def progress_text(progress: Progress, checkpoints: Path) -> str:
-    """Return it as JSON without what is null or default; `Progress` reads it back.
+    """Return the progress as JSON without null and default values; `Progress` can read it.
 
-    Answers, reports on the data and the address of the metrics are left out, and so are the oldest
-    warnings where not all fit. Paths are relative to the folder `checkpoints`: only the operator
-    knows the URI of what is mounted there.
+    Samples, data reports and the metrics address are left out, and so are the oldest warnings if
+    they do not fit. Paths are relative to the folder `checkpoints`: only the operator knows the URI
+    that is mounted there.
     """
     bare = progress.model_copy(
         update={
@@ -23,7 +23,7 @@ def progress_text(progress: Progress, checkpoints: Path) -> str:
             "best_checkpoint": _below(progress.best_checkpoint, checkpoints),
         }
     )
-    if not _fits(bare):  # with paths as long as no run has them
+    if not _fits(bare):  # only with extremely long paths
         least = {name: getattr(bare, name) for name in ("attempt", "phase", "time", "step")}
         return _text(Progress(**least))
     for warning in reversed(progress.warnings):
@@ -41,7 +41,7 @@ def _below(checkpoint: CheckpointRef | None, folder: Path) -> CheckpointRef | No
 
 
 def _fits(progress: Progress) -> bool:
-    """Whether it is short enough, counted in bytes: nobody says what a character is."""
+    """Whether the text fits, counted in bytes because Azure ML does not define its unit."""
     return len(_text(progress).encode()) <= MAX_TAG_LENGTH
 
 
