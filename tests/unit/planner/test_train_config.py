@@ -411,7 +411,7 @@ def test_a_configuration_travels_as_one_word_that_no_shell_or_template_touches()
     ],
 )
 def test_what_is_no_packed_configuration_is_said_so(text):
-    with pytest.raises(ValueError, match="it is no packed configuration"):
+    with pytest.raises(ValueError, match="not a packed configuration"):
         unpack(text)
 
 

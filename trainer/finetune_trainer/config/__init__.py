@@ -1,9 +1,9 @@
-"""The contract the operator and the trainer share: configuration in, progress and termination out.
+"""Contract between operator and trainer: configuration in, progress and termination out.
 
 The operator writes `TrainConfig` as one JSON file, or packs it into one environment variable, and
-reads back `Progress` and `Termination`; on Azure ML they also meet in the tags of the run. Nothing
-else crosses. This package imports pydantic alone, so the operator never imports torch.
-Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
+reads `Progress` and `Termination`; on Azure ML both sides also use the tags of the run. There is no
+other exchange. This package imports only pydantic, so the operator never imports torch. Keys are
+camelCase in JSON and snake_case in Python; unknown keys are refused.
 """
 
 from finetune_trainer.config.contract_model import ContractModel as ContractModel

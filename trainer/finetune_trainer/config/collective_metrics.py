@@ -1,4 +1,4 @@
-"""The metrics of a rank's collectives, declared once; a part of the catalogue in `metrics`."""
+"""Metrics of a rank's collectives, declared once; a part of the catalogue in `metrics`."""
 
 from finetune_trainer.config.metric import RANK, Label, Metric, MetricType
 
@@ -48,7 +48,7 @@ def _sequence(name: str, help: str) -> Metric:
 
 
 COMM_CALLS = _of_collectives(
-    "collectives", "collectives", "Collectives, by the operation that was asked for."
+    "collectives", "collectives", "Collectives, by the requested operation."
 )
 COMM_BYTES = _of_collectives(
     "bytes", "bytes", "Size of their data: the whole tensor, of which a rank may hold a share."
@@ -56,29 +56,29 @@ COMM_BYTES = _of_collectives(
 COMM_BUS_BYTES = _of_collectives(
     "bus_bytes",
     "bytes",
-    "Bytes that the links of one rank carry at best for those that are in the seconds; divided by "
-    "these it is the bus bandwidth.",
+    "Least bytes that the links of a rank carry for the collectives with a known duration; divided "
+    "by the duration it is the bus bandwidth.",
 )
 COMM_SECONDS = _of_collectives(
     "duration_seconds",
     "seconds",
-    "Time from their start to their end, waiting for other ranks included, where it is known.",
+    "Time from start to end, including the wait for other ranks, if known.",
 )
 COMM_EXPOSED = _of_collectives(
     "exposed_seconds",
     "seconds",
-    "Time in which the rank could do nothing but wait for them, where it is known.",
+    "Time in which the rank only waited for them, if known.",
 )
 COMM_ENQUEUED = _sequence(
     "last_enqueued_seq", "Number of the newest collective that the rank has begun."
 )
 COMM_COMPLETED = _sequence(
-    "last_completed_seq", "Number of the newest collective that the rank knows to be over."
+    "last_completed_seq", "Number of the newest collective that the rank knows to be finished."
 )
 COMM_SAMPLED = Metric(
     "finetune_comm_sampled_ratio",
     MetricType.GAUGE,
     "ratio",
-    "Share of this process's collectives that are in the counters of bytes, and of seconds.",
+    "Share of this process's collectives that the counters of bytes and of seconds include.",
     (RANK, Label("of", ("bytes", "seconds"))),
 )

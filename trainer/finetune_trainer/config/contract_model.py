@@ -1,4 +1,4 @@
-"""What every value of the contract is made from."""
+"""Base classes of all values in the contract."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -8,7 +8,7 @@ from pydantic.alias_generators import to_camel
 
 
 class ContractModel(BaseModel):
-    """A frozen value that is camelCase in JSON and refuses unknown keys."""
+    """Frozen value with camelCase keys in JSON; refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -24,20 +24,20 @@ class ContractModel(BaseModel):
         """Read one JSON file.
 
         Raises:
-            OSError: the file cannot be opened.
-            pydantic.ValidationError: the text is not JSON, or not this model.
+            OSError: The file cannot be opened.
+            pydantic.ValidationError: The text is not JSON, or not this model.
         """
         return cls.model_validate_json(path.read_bytes())
 
     def to_json(self) -> str:
-        """Return the JSON text that `read` takes back: camelCase, two spaces, final newline."""
+        """Return JSON text for `read`: camelCase, two spaces, final newline."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
 
 
 class JobRef(ContractModel):
-    """Which job and which attempt this is; for logs, metrics, the model card and checkpoints.
+    """Job and attempt of a run; for logs, metrics, the model card and checkpoints.
 
-    A checkpoint belongs to the job of its `uid`: a job of the same name is another one.
+    A checkpoint belongs to the job with its `uid`; another job of the same name does not own it.
     """
 
     namespace: str = "default"
@@ -47,5 +47,5 @@ class JobRef(ContractModel):
 
     @property
     def identity(self) -> str:
-        """The uid; namespace and name where there is none, as it was started by hand."""
+        """The uid, or namespace and name for a run that was started by hand without one."""
         return self.uid or f"{self.namespace}/{self.name}"

@@ -1,7 +1,7 @@
-"""Every metric of a GPU, declared once; a part of the catalogue in `metrics`.
+"""Metrics of a GPU, declared once; a part of the catalogue in `metrics`.
 
-The page of a node has them under `gpuMetrics: own`. The label `gpu` is the UUID, by which
-`metrics.INFO` and the series of NVIDIA's DCGM exporter name a GPU, too.
+The page of a node has them with `gpuMetrics: own`. The label `gpu` is the UUID, which
+`metrics.INFO` and the series of NVIDIA's DCGM exporter also use for a GPU.
 """
 
 from finetune_trainer.config.metrics import Label, Metric, MetricType, Needs
@@ -17,9 +17,9 @@ RECOVERY_ACTIONS = (
     "bus_reset",
     "system_reboot",
 )
-"""By NVML's number."""
+"""Actions, indexed by NVML's number."""
 MOST_XIDS = 16
-"""How many different XIDs a GPU has series of: the newest."""
+"""Maximum number of XIDs with series per GPU: the newest."""
 
 
 def _gauge(name: str, unit: str, help: str, *labels: Label) -> Metric:
@@ -45,7 +45,7 @@ _DIRECTION = Label("direction", ("tx", "rx"))
 VISIBLE = _gauge(
     "process_visible",
     "GPUs",
-    "1 while the driver answers for the GPU, 0 once it is lost, or was asked for it and is silent.",
+    "1 while the driver responds for the GPU, 0 once the GPU is lost or the driver is silent.",
 )
 UTILIZATION = _gauge("utilization_ratio", "ratio", "Share of the time in which a kernel ran.")
 MEMORY_UTILIZATION = _gauge(
@@ -69,7 +69,7 @@ CLOCK = _gauge("clock_hertz", "hertz", "Clock rate now.", Label("domain", ("sm",
 THROTTLED = _counter(
     "throttle_seconds",
     "seconds",
-    "Time at a reduced clock, by reason; sampled where the driver does not count it.",
+    "Time at a reduced clock, by reason; sampled if the driver does not count it.",
     Label("reason", ("sw_power_cap", "sw_thermal", "hw_thermal", "hw_power_brake", "sync_boost")),
 )
 ECC_ERRORS = _counter(
@@ -88,7 +88,7 @@ ROW_REMAP_PENDING = _gauge(
     "row_remap_pending", "GPUs", "1 while a row waits for a reset of the GPU to be replaced."
 )
 ROW_REMAP_FAILED = _gauge(
-    "row_remap_failed", "GPUs", "1 once a row could not be replaced: the GPU is to be exchanged."
+    "row_remap_failed", "GPUs", "1 once a row could not be replaced: exchange the GPU."
 )
 XID_ERRORS = _counter(
     "xid_errors",
@@ -99,13 +99,13 @@ XID_ERRORS = _counter(
 XID_TIMESTAMP = _gauge(
     "xid_last_timestamp_seconds",
     "seconds",
-    "When the driver last reported that error, since the epoch; alerts ask this.",
+    "When the driver last reported that error, since the epoch; used by alerts.",
     _XID,
 )
 RECOVERY_ACTION = _gauge(
     "recovery_action",
     "GPUs",
-    "1 for what the driver says is to be done with the GPU, else 0.",
+    "1 for the action that the driver recommends for the GPU, else 0.",
     Label("action", RECOVERY_ACTIONS),
 )
 NVLINK_BYTES = _counter("nvlink_bytes", "bytes", "Data over all NVLinks.", _DIRECTION)
@@ -154,4 +154,4 @@ OF_GPU = (
     PCIE_GENERATION,
     PCIE_WIDTH,
 )
-"""Everything that a page has of a GPU, in its order."""
+"""All metrics of a GPU on a page, in order."""

@@ -1,4 +1,4 @@
-"""What goes in: the base model and the rows."""
+"""Inputs of a run: the base model and the rows."""
 
 from enum import StrEnum
 from typing import Annotated, Self
@@ -9,7 +9,7 @@ from finetune_trainer.config.contract_model import ContractModel
 
 
 class ModelConfig(ContractModel):
-    """The base model, as something `from_pretrained` takes."""
+    """The base model, in terms of `from_pretrained`."""
 
     path: str = Field(description="Local folder, or a repository name on the hub.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
@@ -21,7 +21,7 @@ class ModelConfig(ContractModel):
         None, description="Jinja text that replaces the tokenizer's template; exported with it."
     )
     chat_template_arguments: dict[str, str | int | float | bool] = Field(
-        {}, description="What variables of the chat template are where nobody else says it."
+        {}, description="Default values for variables of the chat template."
     )
     add_tokens: tuple[str, ...] = Field(
         (), description="Special tokens that are added, trained and exported."
@@ -29,7 +29,7 @@ class ModelConfig(ContractModel):
 
 
 class DataFormat(StrEnum):
-    """What a row of the data set holds."""
+    """Contents of a row of the data set."""
 
     CHAT = "chat"
     INSTRUCTION = "instruction"
@@ -37,21 +37,21 @@ class DataFormat(StrEnum):
 
 
 class LongRows(StrEnum):
-    """What happens to a row of more than `max_seq_len` tokens; always counted and reported."""
+    """Treatment of a row of more than `max_seq_len` tokens; always counted and reported."""
 
     TRUNCATE = "truncate"
     SPLIT = "split"
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-"""Kinds of files that rows are read from, by the end of their names."""
+"""Suffixes of files that rows can be read from."""
 
 COMPRESSIONS = (".gz", ".zst")
-"""What may follow, but after `.parquet`, which is compressed inside."""
+"""Suffixes of compressed files; not after `.parquet`, which is compressed inside."""
 
 
 def data_suffix(name: str) -> str | None:
-    """Return the end of a file's name that says how its rows are read; None if they are not.
+    """Return the suffix of a file name that determines how rows are read; None for other files.
 
     `rows.jsonl.gz` has `.jsonl.gz`.
     """
@@ -66,31 +66,31 @@ def data_suffix(name: str) -> str | None:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file that is found in a folder of rows, not named itself, is one of them.
+    """Whether a file found in a folder of rows, not named itself, contains rows.
 
-    Hidden files are notes of other programs, such as the `._a.jsonl` of a Mac.
+    Hidden files belong to other programs, such as the `._a.jsonl` of a Mac.
     """
     return not name.startswith(".") and data_suffix(name) is not None
 
 
 class DatasetSource(ContractModel):
-    """Where rows come from: a local file or folder, or a data set on the hub."""
+    """Source of rows: a local file or folder, or a data set on the hub."""
 
     path: str = Field(
-        description="A .jsonl, .json or .csv file, perhaps compressed (.gz, .zst), a .parquet "
+        description="A .jsonl, .json or .csv file, optionally compressed (.gz, .zst), a .parquet "
         "file, a folder of them, or a hub data set name."
     )
     split: str = Field("train", description="Split to read; files have only 'train'.")
     is_hub: bool = Field(False, description="The path is a hub data set name.")
     weight: Annotated[float, Field(gt=0)] = Field(
         1.0,
-        description="How often an epoch holds each of its rows. Of 0.25, each epoch draws the next "
-        "quarter of them, in whole packs and at least one, so four epochs see every row once.",
+        description="How often an epoch contains each of its rows. With 0.25, each epoch takes the "
+        "next quarter of them, in whole packs and at least one, so four epochs see every row once.",
     )
 
 
 class ColumnMap(ContractModel):
-    """Names of the data set's columns where they differ from the usual ones."""
+    """Names of the data set's columns if they differ from the usual ones."""
 
     messages: str | None = None
     prompt: str | None = None
@@ -103,11 +103,11 @@ class ColumnMap(ContractModel):
 
 
 class DataConfig(ContractModel):
-    """Rows to train and to evaluate on, and how they become token sequences."""
+    """Rows for training and evaluation, and their conversion to token sequences."""
 
     train: DatasetSource
     also: tuple[DatasetSource, ...] = Field(
-        (), description="Further rows to train on, mixed with those of `train` by weight."
+        (), description="Further rows to train on, mixed with the rows of `train` by weight."
     )
     eval: DatasetSource | None = None
     format: DataFormat = DataFormat.CHAT
@@ -117,14 +117,14 @@ class DataConfig(ContractModel):
     packing: bool = True
     is_packing_asked: bool = Field(
         False,
-        description="A model that does not keep the rows of a pack apart is refused; else each row "
-        "becomes a sequence of its own, with a warning.",
+        description="Refuse a model that does not separate the rows of a pack; otherwise each row "
+        "becomes its own sequence, with a warning.",
     )
     special_tokens: tuple[str, ...] = Field(
-        (), description="Special tokens that rows may write out: those of `model.add_tokens`."
+        (), description="Special tokens that rows may contain as text, from `model.add_tokens`."
     )
     allow_special_tokens: bool = Field(
-        False, description="All special tokens that a row writes out are special, and not text."
+        False, description="Treat all special tokens in the text of a row as special tokens."
     )
     cache_dir: str = Field(description="Folder of the token cache, keyed by content.")
 
@@ -132,17 +132,17 @@ class DataConfig(ContractModel):
     def _held_out_rows_are_not_weighed(self) -> Self:
         if self.eval is not None and self.eval.weight != 1:
             raise ValueError(
-                "the weight of held-out rows has no effect, as each is evaluated once; remove it"
+                "the weight of held-out rows has no effect: each is evaluated once; remove it"
             )
         return self
 
     @model_validator(mode="after")
     def _packing_is_asked_for_with_packing(self) -> Self:
         if self.is_packing_asked and not self.packing:
-            raise ValueError("packing cannot be asked for and turned off")
+            raise ValueError("packing cannot be both requested and turned off")
         return self
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
-        """All data sets that are trained on; `train` comes first."""
+        """All data sets for training; `train` comes first."""
         return (self.train, *self.also)

@@ -1,4 +1,4 @@
-"""What a metric is: `Metric`. Those that there are stand in `metrics`."""
+"""Define `Metric`; the metrics themselves are in `metrics`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from itertools import product
 
 
 class MetricType(StrEnum):
-    """What Prometheus takes it for."""
+    """Type of a metric in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -14,7 +14,7 @@ class MetricType(StrEnum):
 
 
 class Needs(StrEnum):
-    """What must be there for a metric to have a value."""
+    """Requirement for a metric to have a value."""
 
     NOTHING = "nothing"
     GPU = "a GPU"
@@ -26,8 +26,8 @@ class Label:
     """A label of a metric.
 
     Attributes:
-        values: all that it can have; none where only the run knows them, such as a version.
-        of_gpu: those of them that need a GPU.
+        values: All possible values; empty if only the run knows them, such as a version.
+        of_gpu: Values that need a GPU.
     """
 
     name: str
@@ -37,17 +37,17 @@ class Label:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """A metric.
 
     Attributes:
-        name: as on the page; a counter's ends with `_total`.
-        unit: of its values, in the plural; the word of what is counted, for a counter of things.
-        labels: those of the page, in its order.
-        buckets: upper bounds of a histogram, rising, without the last, infinite one.
-        is_of_rank_zero: rank 0 alone knows it; else each rank has its own.
-        most_series: of a rank, where the run decides which there are; each then appears with its
-            first value, a counter as well. None: all combinations of labels are there.
-        is_unknown_at_first: a counter that is there only once there is something to count.
+        name: Name on the page; a counter's name ends with `_total`.
+        unit: Unit of its values, in the plural; for a counter of things, the things.
+        labels: Labels in the order of the page.
+        buckets: Ascending upper bounds of a histogram, without the last, infinite one.
+        is_of_rank_zero: Only rank 0 has it; otherwise every rank has its own.
+        most_series: Maximum per rank if the run decides which series exist; each then appears with
+            its first value, including counters. None: all combinations of labels exist.
+        is_unknown_at_first: A counter that appears only when there is something to count.
     """
 
     name: str
@@ -63,19 +63,19 @@ class Metric:
 
     @property
     def starts_absent(self) -> bool:
-        """Whether it is not there before its value is known; else it begins at 0."""
+        """Whether it is absent before its value is known; otherwise it starts at 0."""
         is_gauge = self.type is MetricType.GAUGE
         is_known_late = self.is_sparse or self.is_unknown_at_first
         return is_gauge or is_known_late or self.needs is not Needs.NOTHING
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The names of its labels, in the page's order."""
+        """Names of its labels, in the page's order."""
         return tuple(label.name for label in self.labels)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the run decides which series there are."""
+        """Whether the run decides which series exist."""
         return self.most_series is not None
 
 
@@ -83,5 +83,5 @@ RANK = Label("rank")
 
 
 def combinations(labels: tuple[Label, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return each combination of the labels' values; none where a label's values are not known."""
+    """Return each combination of the labels' values; empty if a label's values are not known."""
     return tuple(product(*(label.values for label in labels)))

@@ -1,7 +1,7 @@
-"""Every metric of a training node, declared once.
+"""Metrics of a training node, declared once.
 
-Its page, `docs/reference/metrics.md` and whatever asks Prometheus for it follow from here.
-Job, namespace, pod and node are no labels of a page: the scrape configuration adds them.
+The node's page, `docs/reference/metrics.md` and all Prometheus queries are derived from them. Job,
+namespace, pod and node are not labels of a page: the scrape configuration adds them.
 """
 
 from enum import StrEnum
@@ -22,7 +22,7 @@ from finetune_trainer.config.collective_metrics import (
 )
 from finetune_trainer.config.metric import RANK, Label, Metric, MetricType, Needs, combinations
 
-__all__ = [  # what is declared elsewhere and found here
+__all__ = [  # re-exported declarations
     "COLLECTIVE_OPS",
     "COMM_BUS_BYTES",
     "COMM_BYTES",
@@ -45,7 +45,7 @@ __all__ = [  # what is declared elsewhere and found here
 
 
 class TimedPhase(StrEnum):
-    """What a rank's wall time goes into; it is always in exactly one of them."""
+    """Phases of a rank's wall time; the rank is always in exactly one of them."""
 
     DATA_WAIT = "data_wait"
     H2D = "h2d"
@@ -68,7 +68,7 @@ INFO = Metric(
     "finetune_train_info",
     MetricType.GAUGE,
     "ranks",
-    "What runs, and on which GPU; always 1. Labels of what is not there are empty.",
+    "Settings, versions and GPU of the rank; always 1. Labels that do not apply are empty.",
     (
         RANK,
         Label("strategy", ("ddp", "fsdp", "zero1", "zero2", "zero3")),
@@ -86,29 +86,29 @@ LAST_SEEN_AGE = Metric(
     "finetune_train_last_seen_age_seconds",
     MetricType.GAUGE,
     "seconds",
-    "Time since the rank last reported anything; it grows while a rank is stuck, stopped or dead.",
+    "Time since the last report of the rank; it grows while a rank is stuck, stopped or dead.",
     (RANK,),
 )
 SCORE = Metric(
     "finetune_train_straggler_score",
     MetricType.GAUGE,
     "ratio",
-    "Busy time of a step by the median of the other ranks', over some seconds; 1.2 is 20 % longer.",
+    "Busy time per step over some seconds, by the other ranks' median; 1.2 is 20 % longer.",
     (RANK,),
 )
 MEMORY = Metric(
     "finetune_train_memory_bytes",
     MetricType.GAUGE,
     "bytes",
-    "Memory in use, by kind; host_rss is what the process has in memory, while it lives. The "
-    "others are torch's on the GPU: of tensors, all that it keeps, the most that tensors took.",
+    "Memory in use, by kind; host_rss is the resident memory of a live process. The others are "
+    "torch's on the GPU: of tensors, all that torch has reserved, and the peak of tensors.",
     (RANK, Label("kind", ("host_rss", *_OF_ALLOCATOR), of_gpu=_OF_ALLOCATOR)),
 )
 ALLOC_RETRIES = Metric(
     "finetune_train_alloc_retries_total",
     MetricType.COUNTER,
     "allocations",
-    "Allocations on the GPU that succeeded only after torch had given back what it keeps.",
+    "Allocations on the GPU that succeeded only after torch had released its cached memory.",
     (RANK,),
     needs=Needs.GPU,
 )
@@ -124,7 +124,7 @@ STEP_DURATION = Metric(
     "finetune_train_step_duration_seconds",
     MetricType.HISTOGRAM,
     "seconds",
-    "Wall time between optimizer steps, evaluation apart.",
+    "Wall time between optimizer steps, without evaluation.",
     (RANK,),
     buckets=_STEP_BUCKETS,
 )
@@ -132,7 +132,7 @@ STEP_DURATION_EWMA = Metric(
     "finetune_train_step_duration_ewma_seconds",
     MetricType.GAUGE,
     "seconds",
-    "Seconds per step, recent steps counting more.",
+    "Seconds per step, weighted towards recent steps.",
     (RANK,),
 )
 STEPS = Metric(
@@ -174,8 +174,8 @@ MODEL_FLOPS = Metric(
     "finetune_train_model_flops_total",
     MetricType.COUNTER,
     "FLOPs",
-    "What the arithmetic of the training takes, without padding and recomputation; absent for "
-    "models of which it is not known.",
+    "FLOPs that training needs, without padding and recomputation; absent for models whose FLOPs "
+    "are not known.",
     (RANK,),
     is_unknown_at_first=True,
 )
@@ -183,7 +183,7 @@ PEAK_FLOPS = Metric(
     "finetune_train_peak_flops_per_second",
     MetricType.GAUGE,
     "FLOPs per second",
-    "What the rank's GPU could do in this precision, without sparsity; absent where not known.",
+    "Peak of the rank's GPU in this precision, without sparsity; absent if not known.",
     (RANK,),
     needs=Needs.GPU,
 )
@@ -191,8 +191,8 @@ PHASE_SECONDS = Metric(
     "finetune_train_phase_seconds_total",
     MetricType.COUNTER,
     "seconds",
-    "Wall time of the rank by what it went into, from its start to its end, the phase that runs "
-    "included; starting and exporting are other.",
+    "Wall time of the rank by phase, from its start to its end, including the current phase; "
+    "starting and exporting are other.",
     (
         RANK,
         Label("phase", tuple(phase.value for phase in TimedPhase), of_gpu=(TimedPhase.H2D.value,)),
@@ -209,8 +209,8 @@ CHECKPOINT_DURATION = Metric(
     "finetune_train_checkpoint_duration_seconds",
     MetricType.HISTOGRAM,
     "seconds",
-    "Time of a checkpoint, by kind of work: save_blocking is what training waited for, save_async "
-    "what followed beside it until the commit, load the reading of one.",
+    "Time of a checkpoint, by kind of work: save_blocking is the time that training waited, "
+    "save_async the time from then until the commit, load the time to read a checkpoint.",
     (RANK, Label("kind", ("save_blocking", "save_async", "load"))),
     buckets=_CHECKPOINT_BUCKETS,
     is_of_rank_zero=True,
@@ -219,7 +219,7 @@ CHECKPOINT_BYTES = Metric(
     "finetune_train_checkpoint_bytes_total",
     MetricType.COUNTER,
     "bytes",
-    "Size of the checkpoints that were committed, the parts of all ranks together.",
+    "Size of the committed checkpoints, summed over all ranks.",
     (RANK,),
     is_of_rank_zero=True,
 )
@@ -249,7 +249,7 @@ LEARNING_RATE = _of_rank_zero("learning_rate", "ratio", "Learning rate of the ne
 TOKENS_PER_SECOND = _of_rank_zero(
     "tokens_per_second",
     "tokens",
-    "Tokens of all ranks a second, padding apart, recent steps counting more.",
+    "Tokens per second of all ranks, without padding, weighted towards recent steps.",
 )
 EPOCH = _of_rank_zero("epoch_ratio", "epochs", "Epochs finished, with fraction.")
 EVAL_LOSS = _of_rank_zero("eval_loss", "nats", "Held-out loss per label token.")
@@ -264,7 +264,7 @@ CHECKPOINT_STEP = _of_rank_zero(
 CHECKPOINT_INTERVAL = _of_rank_zero(
     "checkpoint_interval_seconds",
     "seconds",
-    "Time from one checkpoint to the next where time decides; absent where steps do.",
+    "Time between checkpoints if their interval is a time; absent if it is a number of steps.",
 )
 ATTEMPT = _of_rank_zero("restart_attempt", "attempts", "Number of this attempt, from 1.")
 
@@ -308,4 +308,4 @@ OF_TRAINING_NODE = (
     CHECKPOINT_INTERVAL,
     ATTEMPT,
 )
-"""Everything that the page of a training node has, in its order."""
+"""All metrics on the page of a training node, in order."""

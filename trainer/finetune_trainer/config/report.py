@@ -1,4 +1,4 @@
-"""What comes back: exit codes, progress and termination message."""
+"""Results of a run: exit codes, progress and termination message."""
 
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -11,7 +11,7 @@ from finetune_trainer.config.contract_model import ContractModel
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the main process of a node (DESIGN section 4)."""
+    """Exit codes of the main process of a node."""
 
     DONE = 0
     ERROR = 1
@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 
 class FailureClass(StrEnum):
-    """Why an attempt ended; the restart policy decides by it."""
+    """Why an attempt ended; the restart policy depends on it."""
 
     COMPLETED = "Completed"
     DATA_ERROR = "DataError"
@@ -34,13 +34,13 @@ class FailureClass(StrEnum):
     WORKER_LOST = "WorkerLost"
     HUNG = "Hung"
     OVERTAKEN = "Overtaken"
-    SERVICE_FAILED = "ServiceFailed"  # the service that ran the attempt failed, as its backend says
-    UNKNOWN = "Unknown"  # the cause is not known, as its backend says
+    SERVICE_FAILED = "ServiceFailed"  # the backend reports that its service failed
+    UNKNOWN = "Unknown"  # the backend reports that the cause is not known
     ERROR = "Error"
 
 
 class Phase(StrEnum):
-    """What the trainer is doing now; named in progress.json, in logs and by the live view."""
+    """Current activity of the trainer; shown in progress.json, in logs and in the live view."""
 
     STARTING = "Starting"
     TOKENIZING = "Tokenizing"
@@ -55,15 +55,15 @@ class Phase(StrEnum):
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""How many; JSON's numbers are exact up to there."""
+"""A number of things; JSON's integers are exact up to this limit."""
 Seconds = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
-"""Of a clock that somebody may set back."""
+"""Seconds on a clock that may be set back."""
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)]
-"""Seconds since the epoch, before the year 10000, with which calendars end."""
+"""Seconds since the epoch, before the year 10000, the end of calendars."""
 
 
 class CheckpointRef(ContractModel):
-    """One committed checkpoint in the ledger."""
+    """A committed checkpoint in the ledger."""
 
     step: Count
     path: str
@@ -73,7 +73,7 @@ class CheckpointRef(ContractModel):
 
 
 class SampleAnswer(ContractModel):
-    """One of `observability.samplePrompts`, answered before and after training."""
+    """A prompt of `observability.samplePrompts`, answered before and after training."""
 
     prompt: str
     before: str | None = None
@@ -81,7 +81,7 @@ class SampleAnswer(ContractModel):
 
 
 class DataReport(ContractModel):
-    """What became of the rows; truncation is never silent."""
+    """Outcome of the rows; truncation is never silent."""
 
     rows: int = 0
     sequences: int = 0
@@ -92,20 +92,20 @@ class DataReport(ContractModel):
     rows_without_labels: int = 0
     packs: int = 0
     fill_ratio: float = Field(1.0, description="Share of a pack's positions that hold tokens.")
-    warnings: tuple[str, ...] = Field((), description="What a user should know about the rows.")
+    warnings: tuple[str, ...] = Field((), description="Warnings about the rows.")
 
 
 class TimeSpent(ContractModel):
-    """Seconds of rank 0's process by what they went into; they sum to its age.
+    """Seconds of rank 0's process by activity; they sum to its age.
 
-    After a restart in place they begin again at 0.
+    After a restart in place they start at 0 again.
     """
 
     starting: Seconds = Field(0.0, description="Until it trains: imports, tokenizing, loading.")
     training: Seconds = Field(0.0, description="Computing and communicating.")
     data: Seconds = Field(0.0, description="Waiting for rows.")
-    checkpoint: Seconds = Field(0.0, description="Training stood still for a checkpoint.")
-    evaluation: Seconds = Field(0.0, description="Held-out loss and answers to sample prompts.")
+    checkpoint: Seconds = Field(0.0, description="Training waited for a checkpoint.")
+    evaluation: Seconds = Field(0.0, description="Held-out loss and sample prompts.")
     exporting: Seconds = 0.0
     other: Seconds = 0.0
 
@@ -122,11 +122,11 @@ SPENT_AS = {
     Phase.EXPORTING: "exporting",
     Phase.DONE: "other",
 }
-"""What the time of a phase counts as in `TimeSpent`; what steps waited for is taken out."""
+"""Field of `TimeSpent` for the time of a phase; waiting times of steps are subtracted."""
 
 
 class SuspectCause(StrEnum):
-    """What a rank does while the others wait for it."""
+    """Activity of a rank while the others wait for it."""
 
     COMPUTE = "compute"
     DATA = "data"
@@ -138,16 +138,16 @@ class Suspect(ContractModel):
     """A rank that holds the others back."""
 
     rank: Count
-    node: str = Field(description="Name of its node, as its pod or its machine knows it.")
+    node: str = Field(description="Name of its node in the cluster, or of its machine.")
     cause: SuspectCause
     score: float | None = Field(
         None,
-        description="Its busy time by the median of the others', 1.2 is 20 % longer; null for a "
-        "rank that stays away from a collective.",
+        description="Its busy time relative to the others' median, 1.2 is 20 % longer; null for a "
+        "rank that is missing from a collective.",
     )
-    since: Moment = Field(description="When it began, seconds since the epoch.")
+    since: Moment = Field(description="When this began, seconds since the epoch.")
     process: str | None = Field(
-        None, description="State of the process of a rank that stays away: asleep, stopped, gone."
+        None, description="State of the process of a missing rank: asleep, stopped, gone."
     )
     evidence: str | None = Field(
         None, description="Folder of stacks and recorder dumps, below the run directory."
@@ -159,7 +159,7 @@ SUSPECTS_FILE = "suspects.json"
 
 
 class Progress(ContractModel):
-    """progress.json and `GET /progress`: what rank 0 knows of the run."""
+    """progress.json and `GET /progress`: state of the run as known to rank 0."""
 
     attempt: Count = 1
     phase: Phase = Phase.STARTING
@@ -175,10 +175,10 @@ class Progress(ContractModel):
     eval_loss: float | None = None
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
     eta_seconds: Seconds | None = None
-    skipped_steps: Count = Field(0, description="Steps not made because a gradient was not finite.")
+    skipped_steps: Count = Field(0, description="Steps skipped because a gradient was not finite.")
     restarts_in_place: Count = 0
     first_step_seconds: Seconds | None = Field(
-        None, description="Process start to the end of the first new step, evaluation apart."
+        None, description="Process start to the end of the first new step, without evaluation."
     )
     spent: TimeSpent | None = Field(None, description="Where rank 0's time went.")
     checkpoint: CheckpointRef | None = None
@@ -189,17 +189,17 @@ class Progress(ContractModel):
     metrics_url: str | None = None
     warnings: tuple[str, ...] = ()
     suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = Field(
-        (), description="Ranks that hold the others back now, as the page of rank 0's node finds."
+        (), description="Ranks that now hold the others back, found by the page of rank 0's node."
     )
 
     @classmethod
     def of_any_version(cls, text: bytes) -> Self:
         """Return progress that another version may have written.
 
-        Of that, what this version does not understand is left out.
+        Fields that this version cannot read are left out.
 
         Raises:
-            pydantic.ValidationError: it is no progress, or what matters most is not understood.
+            pydantic.ValidationError: The text is not progress, or an essential field is invalid.
         """
         try:
             return cls.model_validate_json(text)
@@ -207,14 +207,14 @@ class Progress(ContractModel):
             strange = {one["loc"][0] for one in error.errors() if one["loc"]}
             if not strange or strange & _ESSENTIAL:
                 raise
-            said = from_json(text)
-            return cls.model_validate({key: said[key] for key in said if key not in strange})
+            values = from_json(text)
+            return cls.model_validate({key: values[key] for key in values if key not in strange})
 
 
 class Suspects(ContractModel):
-    """suspects.json, beside progress.json, while there are any.
+    """suspects.json beside progress.json, while there are suspects.
 
-    The page of rank 0's node writes it, as rank 0 may be one of them.
+    The page of rank 0's node writes it, because rank 0 may be a suspect.
     """
 
     attempt: int
@@ -225,8 +225,8 @@ def read_progress(run_dir: Path) -> Progress:
     """Return the progress in a run directory, with the suspects of the same attempt.
 
     Raises:
-        OSError: there is no progress yet, or it cannot be read.
-        pydantic.ValidationError: one of the files is not what it should be.
+        OSError: There is no progress yet, or it cannot be read.
+        pydantic.ValidationError: One of the files is invalid.
     """
     progress = Progress.read(run_dir / "progress.json")
     try:
@@ -242,11 +242,11 @@ _ESSENTIAL = frozenset({"attempt", "phase", "time", "step"})
 
 
 class Termination(ContractModel):
-    """How an attempt ended, written to `TrainConfig.termination_path`."""
+    """End of an attempt, written to `TrainConfig.termination_path`."""
 
     failure_class: FailureClass
     exit_code: int
-    message: str = Field(description="One sentence: what happened, and what to do.")
+    message: str = Field(description="A sentence with the problem and the remedy.")
     step: int = 0
     rank: int | None = Field(None, description="The rank whose failure is the root cause, if any.")
     checkpoint: CheckpointRef | None = None

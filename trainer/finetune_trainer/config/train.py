@@ -1,4 +1,4 @@
-"""`TrainConfig`: the whole configuration of one attempt, with every choice already made."""
+"""`TrainConfig`: the whole configuration of one attempt, with every choice resolved."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,15 +8,15 @@ from finetune_trainer.config.contract_model import ContractModel, JobRef
 from finetune_trainer.config.inputs import DataConfig, ModelConfig
 from finetune_trainer.config.training import MethodConfig, TrainingConfig
 
-# What differs from node to node travels in the environment, as TrainConfig is the same for all.
-ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX serves as well
-ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # as the cluster calls it; else the host's name is shown
+# Values that differ between nodes are environment variables; TrainConfig is the same for all nodes.
+ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX also works
+ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # name in the cluster; default: the host's name
 ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
 ENV_TERMINATION_PATH = "FINETUNE_TERMINATION_PATH"  # overrides TrainConfig.termination_path
 
 
 class WorldConfig(ContractModel):
-    """The processes that train together; the trainer asserts that it got exactly these."""
+    """Processes that train together; the trainer checks that it got exactly these."""
 
     nnodes: Annotated[int, Field(ge=1)] = 1
     nproc_per_node: Annotated[int, Field(ge=1)] = 1
@@ -24,8 +24,8 @@ class WorldConfig(ContractModel):
     threads_per_process: Annotated[int, Field(ge=1)] = 1
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="How often the main process of a node starts its ranks again after a fault, "
-        "before it gives up and ends with the fault's exit code.",
+        description="How often the main process of a node restarts its ranks after a fault, before "
+        "it gives up and ends with the fault's exit code.",
     )
 
     @model_validator(mode="after")
@@ -33,8 +33,8 @@ class WorldConfig(ContractModel):
         if self.restarts_in_place and self.nnodes > 1:
             raise ValueError(
                 f"spec.restartPolicy.restartsInPlace {self.restarts_in_place} is not possible with "
-                f"{self.nnodes} nodes, as no node sees the ranks of another end; set it to 0: the "
-                "operator restarts the whole gang"
+                f"{self.nnodes} nodes, because no node sees the ranks of another end; set it to 0: "
+                "the operator restarts the whole gang"
             )
         return self
 
@@ -45,15 +45,15 @@ class WorldConfig(ContractModel):
 
 
 class StrategyConfig(ContractModel):
-    """How the ranks share one model; nothing here is `auto` any more."""
+    """How the ranks share one model; all `auto` values are resolved."""
 
     type: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
     offload: Literal["none", "optimizer", "cpu", "nvme"] = Field(
         "none",
-        description="What leaves the device: the optimizer's state, parameters as well (cpu), or "
-        "both to files (nvme).",
+        description="State outside the device: the optimizer's state, parameters as well (cpu), or "
+        "both in files (nvme).",
     )
-    nvme_path: str | None = Field(None, description="Folder of the files of offload nvme.")
+    nvme_path: str | None = Field(None, description="Folder for the files of offload nvme.")
     replicas: Annotated[int, Field(ge=1)] = Field(
         1, description="HSDP: groups of ranks that each hold the whole model; fsdp only."
     )
@@ -106,60 +106,59 @@ class StrategyConfig(ContractModel):
 
 
 class CheckpointConfig(ContractModel):
-    """Where and how often a committed checkpoint is made, and which one to start from."""
+    """Location and frequency of checkpoints, and the checkpoint to start from."""
 
     dir: str
-    enabled: bool = Field(True, description="False: none is made, and no room is wanted.")
+    enabled: bool = Field(True, description="False: no checkpoints, and no disk space needed.")
     every_steps: Annotated[int, Field(ge=1)] | None = None
     every_seconds: Annotated[int, Field(ge=1)] | None = None
     mean_time_between_failures: Annotated[float, Field(gt=0)] = Field(
         86_400.0,
-        description="Seconds; with the measured cost of a save it makes the interval (Young, Daly) "
-        "when neither everySteps nor everySeconds is set.",
+        description="Seconds; with the measured cost of a save it determines the interval (Young, "
+        "Daly) if neither everySteps nor everySeconds is set.",
     )
     keep: Annotated[int, Field(ge=1)] = 2
     resume_from: str = Field("auto", description="auto, none, or the folder of one checkpoint.")
     is_continued: bool = Field(
         False,
-        description="A later attempt of the same job: what it has committed itself counts too, "
-        "whatever resumeFrom says.",
+        description="A later attempt of the same job: its own commits count as well, whatever "
+        "resumeFrom is.",
     )
     allow_foreign: bool = Field(
         False,
-        description="resumeFrom may name a checkpoint that another job has written; a job that "
-        "this one takes over is no other one.",
+        description="resumeFrom may name a checkpoint of another job; checkpoints of a job that "
+        "this job takes over are always allowed.",
     )
 
 
 class OutputConfig(ContractModel):
-    """What is exported at the end, and where."""
+    """Exported files and their location."""
 
     dir: str
     format: Literal["adapter", "merged", "both"] = "adapter"
 
 
 class TelemetryConfig(ContractModel):
-    """What the run reports while it trains."""
+    """Reports of the run during training."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        9400, description="First port tried for the page of a node; 0 serves nothing."
+        9400, description="First port tried for the page of a node; 0 for no page."
     )
     metrics_host: str = "127.0.0.1"
     gpu_metrics: Literal["own", "dcgm", "none"] = Field(
         "own",
-        description="Where metrics of GPUs come from: the page of their node, NVIDIA's DCGM "
-        "exporter, or nowhere.",
+        description="Source of GPU metrics: page of the node, NVIDIA's DCGM exporter, or none.",
     )
     sample_prompts: tuple[str, ...] = Field(
-        (), description="Questions answered before and after training."
+        (), description="Prompts for responses before and after training."
     )
     collective_timings: bool = Field(
-        False, description="Have NCCL's collectives timed on the GPU; cuda only."
+        False, description="Time NCCL's collectives on the GPU; cuda only."
     )
 
 
 class ControlConfig(ContractModel):
-    """How a run learns that it must stop, or that it hangs."""
+    """Stop requests and hang detection."""
 
     hang_seconds: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -168,16 +167,16 @@ class ControlConfig(ContractModel):
     )
     collective_timeout_seconds: Annotated[int, Field(ge=1)] = Field(
         1_800,
-        description="Longest time a rank waits for another in a collective. What a rank does alone "
-        "may take longer: the others wait for that elsewhere, and notice when it is gone.",
+        description="Longest time a rank waits for another in a collective. Work of a single rank "
+        "may take longer: the others wait for it elsewhere, and detect if that rank is gone.",
     )
     scheduled_events_url: str | None = Field(
-        None, description="Azure Scheduled Events endpoint to poll; None polls nothing."
+        None, description="Azure Scheduled Events endpoint to poll; None for no polling."
     )
 
 
 class TrainConfig(ContractModel):
-    """Everything one attempt needs, with every choice already made."""
+    """Complete configuration of one attempt, with every choice resolved."""
 
     version: Literal["v1alpha1"] = "v1alpha1"
     job: JobRef
@@ -196,8 +195,8 @@ class TrainConfig(ContractModel):
     termination_grace_seconds: Annotated[int, Field(ge=1)] = 120
     take_over: bool = Field(
         False,
-        description="Go on in the folders of the job of the same namespace and name that was there "
-        "before this one and is gone.",
+        description="Continue in the folders of an earlier job of the same namespace and name, "
+        "which is gone.",
     )
     listing_lag_seconds: Annotated[float, Field(ge=0)] | None = Field(
         None,
@@ -265,12 +264,12 @@ class TrainConfig(ContractModel):
         return self
 
     def continued(self) -> Self:
-        """Return it for a start that may not be the first: its own commits count, too."""
+        """Return the configuration for a start that may not be the first: own commits count."""
         checkpoint = self.checkpoint.model_copy(update={"is_continued": True})
         return self.model_copy(update={"checkpoint": checkpoint})
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Forward passes a rank makes for one optimizer step."""
+        """Forward passes of a rank per optimizer step."""
         ranks = self.world.world_size * self.training.micro_batch_size
         return self.training.global_batch_size // ranks

@@ -1,6 +1,6 @@
-"""What is trained and how: the method, the batch, steps, learning rate and precision.
+"""Training settings: method, batch, steps, learning rate and precision.
 
-Sections of `TrainConfig`; what concerns more than one section is checked there.
+Sections of `TrainConfig`; rules across sections are checked there.
 """
 
 from typing import Annotated, Literal, Self
@@ -17,17 +17,17 @@ class LoraSettings(ContractModel):
     alpha: Annotated[float, Field(gt=0)] = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: tuple[str, ...] = Field(
-        (), description="Module name endings; empty: all linear layers but head and routers."
+        (), description="Module name endings; empty: all linear layers except head and routers."
     )
     rslora: bool = Field(False, description="Scale by alpha / sqrt(r) (arXiv:2312.03732).")
-    dora: bool = Field(False, description="Train magnitudes apart (arXiv:2402.09353).")
+    dora: bool = Field(False, description="Train magnitudes separately (arXiv:2402.09353).")
     start_from: str | None = Field(
-        None, description="Folder of an adapter whose weights training begins with."
+        None, description="Folder of an adapter with the initial weights."
     )
 
 
 class MethodConfig(ContractModel):
-    """Which parameters are trained: all of them, or adapters (`lora` is then set)."""
+    """Trained parameters: all of them, or adapters (`lora` is then set)."""
 
     type: Literal["full", "lora", "qlora"] = "lora"
     lora: LoraSettings | None = None
@@ -38,7 +38,7 @@ class MethodConfig(ContractModel):
     )
     freeze: tuple[str, ...] = Field(
         (),
-        description="Shell patterns of parameter names that full fine-tuning leaves as they are.",
+        description="Shell patterns of parameter names that full fine-tuning does not change.",
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class MethodConfig(ContractModel):
             )
         if (self.type == "qlora") != (self.quantization != "none"):
             raise ValueError(
-                "spec.method.quantization goes with spec.method.type qlora, and only so"
+                "spec.method.quantization goes with spec.method.type qlora, and only with it"
             )
         if self.freeze and self.type != "full":
             raise ValueError(
@@ -71,10 +71,10 @@ class EarlyStopping(ContractModel):
 
 
 class TrainingConfig(ContractModel):
-    """The optimizer's view: batch, steps, learning rate, precision."""
+    """Batch, steps, learning rate, precision and other settings of training."""
 
     global_batch_size: Annotated[int, Field(ge=1)] = Field(
-        description="Sequences (packs, when packing) an optimizer step averages over."
+        description="Sequences (packs, when packing) that an optimizer step averages over."
     )
     micro_batch_size: Annotated[int, Field(ge=1)] = Field(
         1, description="Sequences of one forward pass on one rank."
@@ -92,23 +92,23 @@ class TrainingConfig(ContractModel):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = Field(
         "fp32",
         description="Number format of forward and backward; trained parameters are fp32 (fp64 with "
-        "fp64, which shows whether a difference is more than rounding; bf16 with adamw8bit).",
+        "fp64, which shows whether a difference exceeds rounding; bf16 with adamw8bit).",
     )
     optimizer: Literal["adamw", "adamw8bit"] = Field(
-        "adamw", description="adamw8bit: bf16 parameters, rounded stochastically, 8-bit moments."
+        "adamw", description="adamw8bit: bf16 parameters with stochastic rounding, 8-bit moments."
     )
     compile: bool = Field(False, description="Compile each decoder layer with torch.compile.")
     is_compile_asked: bool = Field(
-        False, description="The manifest says so: a model that cannot be compiled is refused."
+        False, description="Set in the manifest: a model that cannot be compiled is refused."
     )
     attention: Literal["fastest", "varlen", "flex", "model"] = Field(
-        "fastest", description="What keeps documents apart; fastest: of what can serve here."
+        "fastest", description="How documents are separated; fastest: the fastest possible way."
     )
-    deterministic: bool = Field(False, description="The same bits in each run; cuda only.")
+    deterministic: bool = Field(False, description="Bitwise reproducible runs; cuda only.")
     collect_garbage_every_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="Python's garbage is collected so often and never between; 0: by Python."
+        0, description="Steps between collections of Python's garbage; 0 leaves it to Python."
     )
-    expandable_segments: bool = Field(False, description="Of CUDA's allocator.")
+    expandable_segments: bool = Field(False, description="Setting of CUDA's allocator.")
     check_memory: bool = Field(True, description="Refuse a start that cannot fit; cuda only.")
     fused_head: bool = Field(True, description="Compute the loss in the head, chunk by chunk.")
     liger: bool = Field(False, description="Use liger-kernel's Triton layers; GPU only.")
