@@ -21,7 +21,7 @@ from finetune_trainer.gpu import CudaClock, find_gpu, free_memory
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.dump import Recorded, read_dump
-from finetune_trainer.telemetry.collectives.flight_recorder import recorder_of_nccl, turn_timing_on
+from finetune_trainer.telemetry.collectives.flight_recorder import enable_timing, recorder_of_nccl
 from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.world import World
 from support.launch.device_runs import Device, device_config, needs_cuda, train
@@ -136,7 +136,7 @@ def test_the_recorder_of_nccl_is_understood(
     needs_cuda(device, "torch's flight recorder is NCCL's")
     without = _all_reduce(1000, 2**20)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")  # restored after the test
-    turn_timing_on()
+    enable_timing()
     timed = _all_reduce(1000, 2**20)
     for found in (without, timed):
         newest = found.recorded[-1]

@@ -70,22 +70,22 @@ _OUT_OF_MEMORY_PHRASES = (
 )
 
 
-class BrokenOff(BaseException):
+class Interrupted(BaseException):
     """Raised by a signal in interruptible work; must not be caught by `except Exception`."""
 
 
 class StopSignal:
     """Remembers a SIGTERM or SIGINT; the loop checks it at step boundaries.
 
-    A signal interrupts only work inside `breaks` or `leads_to`, and a second signal has no effect:
-    Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
+    A signal interrupts only work inside `interruptible` or `calling`, and a second signal has no
+    effect: Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
     """
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._asked_at = 0.0
         self._notice_seconds = float("inf")
-        self._act: Callable[[], object] | None = None
+        self._callback: Callable[[], object] | None = None
 
     def install(self) -> None:
         """Handle SIGTERM and SIGINT, including earlier ones; call from the main thread."""
@@ -120,32 +120,32 @@ class StopSignal:
         return self._asked_at + min(grace_seconds, self._notice_seconds) - time.monotonic()
 
     @contextmanager
-    def breaks(self) -> Iterator[None]:
-        """Let a signal, including an earlier one, raise `BrokenOff` in the block."""
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal, including an earlier one, raise `Interrupted` in the block."""
 
-        def break_off() -> None:
-            raise BrokenOff
+        def interrupt() -> None:
+            raise Interrupted
 
-        with self.leads_to(break_off):
+        with self.calling(interrupt):
             yield
 
     @contextmanager
-    def leads_to(self, act: Callable[[], object]) -> Iterator[None]:
+    def calling(self, act: Callable[[], object]) -> Iterator[None]:
         """Let a signal, including an earlier one, call `act` once in the block."""
         try:
-            self._act = act
+            self._callback = act
             if self.requested:
-                self._act_once()
+                self._call_once()
             yield
         finally:
-            self._act = None
+            self._callback = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.request(signal.Signals(number).name)
-        self._act_once()
+        self._call_once()
 
-    def _act_once(self) -> None:
-        act, self._act = self._act, None  # not again during cleanup
+    def _call_once(self) -> None:
+        act, self._callback = self._callback, None  # not again during cleanup
         if act is not None:
             act()
 
@@ -163,7 +163,7 @@ class Agreed(NamedTuple):
     save: bool
     is_overtaken: bool = False
 
-    def or_else(self, *, save: bool, is_overtaken: bool) -> Self:
+    def merged(self, *, save: bool, is_overtaken: bool) -> Self:
         """Return this result combined with other votes."""
         return self._replace(save=self.save or save, is_overtaken=self.is_overtaken or is_overtaken)
 
@@ -185,12 +185,12 @@ class Agreement:
         """Cast this rank's votes and return all ranks' votes of the previous boundary."""
         agreed = self._vote(stop, save, is_overtaken)
         earlier, self._open = self._open, Agreed(False, False)
-        return agreed.or_else(save=earlier.save, is_overtaken=earlier.is_overtaken)
+        return agreed.merged(save=earlier.save, is_overtaken=earlier.is_overtaken)
 
     def is_stopping(self, stop: bool) -> bool:
         """Vote for a stop between two boundaries; other votes wait for the next boundary."""
         agreed = self._vote(stop, False)
-        self._open = self._open.or_else(save=agreed.save, is_overtaken=agreed.is_overtaken)
+        self._open = self._open.merged(save=agreed.save, is_overtaken=agreed.is_overtaken)
         return agreed.stop
 
     def any(self, vote: bool) -> bool:
@@ -230,9 +230,9 @@ def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T
     """
     done: list[_T] = []
     try:
-        with stop.breaks():
+        with stop.interruptible():
             done.append(work())
-    except BrokenOff:
+    except Interrupted:
         pass  # shared with all ranks below
     if agreement.any(not done):
         raise preempted(stop)
@@ -263,7 +263,7 @@ class Verdict:
         return not self.is_collateral and self.exit_code != ExitCode.PREEMPTED
 
 
-def judge(error: BaseException) -> Verdict:
+def classify(error: BaseException) -> Verdict:
     """Derive failure class, exit code and message from an exception."""
     if isinstance(error, TrainerError):
         return Verdict(
@@ -336,7 +336,7 @@ def guard(
         return work(), None
     # SystemExit and KeyboardInterrupt as well: a rank leaves only through its exit code.
     except BaseException as error:
-        verdict = judge(error)
+        verdict = classify(error)
         on_error(verdict, "".join(traceback.format_exception(error)))
         termination = Termination(
             failure_class=verdict.failure_class,

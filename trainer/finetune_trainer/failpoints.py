@@ -58,7 +58,7 @@ def failpoint(name: FailPoint, step: int = 0) -> None:
     for text in wanted.split(","):
         target = _parse(text)
         is_here = target["name"] == name and target["step"] in (None, str(step))
-        if is_here and target["rank"] in (None, _rank()) and _claim_the_only_kill(text):
+        if is_here and target["rank"] in (None, _rank()) and _claim_kill(text):
             os.kill(os.getpid(), signal.SIGTERM if target["term"] else signal.SIGKILL)
 
 
@@ -76,7 +76,7 @@ def _rank() -> str:
     return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
 
 
-def _claim_the_only_kill(target: str) -> bool:
+def _claim_kill(target: str) -> bool:
     folder = os.environ.get(ENV_FAILPOINT_ONCE)
     if not folder:
         return True

@@ -35,7 +35,7 @@ def move_file(source: Path, target: Path) -> None:
         source.unlink()
 
 
-def share_as(path: Path, other: Path) -> None:
+def copy_permissions(path: Path, other: Path) -> None:
     """Give a file the permissions of `other`, a file created by opening it with the umask.
 
     Some libraries create files that only their owner can read. File systems without modes are left

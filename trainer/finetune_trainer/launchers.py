@@ -35,7 +35,7 @@ class Launch:
     master_port: int = 0
 
 
-def launched_by_another(environ: Mapping[str, str]) -> bool:
+def has_launcher(environ: Mapping[str, str]) -> bool:
     """Whether a launcher started this process as a rank, possibly the only one."""
     single = "OMPI_COMM_WORLD_SIZE" in environ or _ENV_OF_ACCELERATE in environ
     return single or {"RANK", "WORLD_SIZE"} <= environ.keys()
@@ -55,7 +55,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     Raises:
         ConfigError: A variable is not a number, or only half of a pair is set.
     """
-    if not launched_by_another(environ):
+    if not has_launcher(environ):
         return None
     if "RANK" in environ and "WORLD_SIZE" in environ:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"

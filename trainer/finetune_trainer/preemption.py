@@ -19,7 +19,7 @@ from finetune_trainer.control import StopSignal
 SECONDS_BETWEEN_POLLS = 1.0
 _TIMEOUT_SECONDS = 2.0
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-_LEAVES = ("Preempt", "Terminate")
+_REMOVALS = ("Preempt", "Terminate")
 
 
 def watch_scheduled_events(url: str, stop: StopSignal, log: Callable[..., None]) -> None:
@@ -37,7 +37,7 @@ def _watch(url: str, stop: StopSignal, log: Callable[..., None]) -> None:
         try:
             machine = machine or _get(urljoin(url, _NAME))
             for event in json.loads(_get(url))["Events"]:
-                if event["EventType"] in _LEAVES and machine in event["Resources"]:
+                if event["EventType"] in _REMOVALS and machine in event["Resources"]:
                     stop.request(f"an Azure {event['EventType']} event", _notice_seconds(event))
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             if not has_failed:

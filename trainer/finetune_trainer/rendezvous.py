@@ -26,7 +26,7 @@ ENV_STORE_FD = "FINETUNE_STORE_FD"  # socket bound by our supervisor for rank 0'
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
 _QUIET_SECONDS = 15.0  # before a rank first logs what it waits for; doubles each time
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def open_store(
@@ -155,8 +155,8 @@ def rendezvous(
 def _missing(store: "Store", world_size: int) -> str:
     """Describe the ranks that have not arrived, with the first few numbers."""
     missing = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
-    names = ", ".join(map(str, missing[:_MOST_NAMED]))
-    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    names = ", ".join(map(str, missing[:_MAX_NAMED]))
+    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     return f"{len(missing)} of {world_size} ranks have not arrived ({names}{more})"
 
 

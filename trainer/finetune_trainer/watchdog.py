@@ -15,7 +15,7 @@ from typing import NamedTuple
 from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainConfig
 from finetune_trainer.telemetry import Telemetry
 
-SECONDS_FOR_THE_OTHERS = 2.0
+PEER_GRACE_SECONDS = 2.0
 # Default limit on GPUs. Below the collectives' timeout of 30 minutes, at which NCCL aborts the
 # process without a stack, and longer than any micro-batch.
 DEFAULT_HANG_SECONDS = 900.0
@@ -59,7 +59,7 @@ def watch_progress(
                 file.write(f"no progress for {idle.seconds():.0f} s\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-                time.sleep(SECONDS_FOR_THE_OTHERS)
+                time.sleep(PEER_GRACE_SECONDS)
                 if idle.seconds() >= limit.seconds:  # otherwise it was only slow
                     faulthandler.cancel_dump_traceback_later()
                     end(_termination(telemetry, limit.seconds, stacks))
@@ -91,7 +91,7 @@ class _Idle:
 def _set_timer(limit: Limit, *, is_on: bool, file_number: int) -> None:
     """Restart the timer in C, which ends the process unless this thread restarts it again."""
     if is_on:
-        later = limit.seconds + 2 * SECONDS_FOR_THE_OTHERS
+        later = limit.seconds + 2 * PEER_GRACE_SECONDS
         faulthandler.dump_traceback_later(later, exit=True, file=file_number)
     else:
         faulthandler.cancel_dump_traceback_later()

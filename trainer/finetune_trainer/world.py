@@ -151,13 +151,13 @@ def open_world(
     try:
         yield world
     except Preempted:
-        _take_leave(world)
+        _disconnect(world)
         raise
     except BaseException:
         if world.waiting is not None:
             world.waiting.leave()
         raise
-    _take_leave(world)
+    _disconnect(world)
 
 
 def set_group_timeouts(config: TrainConfig, *groups: "ProcessGroup") -> None:
@@ -182,7 +182,7 @@ def _waiting(store: "Store", place: Launch, timeout: timedelta) -> Waiting:
     )
 
 
-def _take_leave(world: World) -> None:
+def _disconnect(world: World) -> None:
     import torch.distributed as dist
 
     barrier(world)

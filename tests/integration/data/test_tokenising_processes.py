@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from finetune_trainer.config import DataConfig, DatasetSource
-from finetune_trainer.control import BrokenOff, StopSignal
+from finetune_trainer.control import Interrupted, StopSignal
 from finetune_trainer.data import sequences
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
@@ -150,15 +150,15 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from transformers import AutoTokenizer
 from finetune_trainer.data.crew import Crew
-from test_tokenising_processes import BrokenOff, StopSignal, batch, config_in
+from test_tokenising_processes import Interrupted, StopSignal, batch, config_in
 stop = StopSignal()
 stop.install()
 try:
     tokenizer = AutoTokenizer.from_pretrained({model!r})
-    with stop.breaks(), Crew(config_in(Path("/")), tokenizer, 2) as crew:
+    with stop.interruptible(), Crew(config_in(Path("/")), tokenizer, 2) as crew:
         for made in crew.encode(batch(number) for number in count()):
             print(*(process.pid for process in crew._processes), flush=True)
-except BrokenOff:
+except Interrupted:
     print("broken off", *(process.returncode for process in crew._processes), flush=True)
 """
 
@@ -208,4 +208,4 @@ def test_cores_are_those_of_the_container(
     assert usable_cores(tmp_path) == (bound if expected is None else expected)
 
 
-__all__ = ["BrokenOff", "StopSignal"]  # for the process above
+__all__ = ["Interrupted", "StopSignal"]  # for the process above

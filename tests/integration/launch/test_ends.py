@@ -78,7 +78,7 @@ def test_a_rank_that_stays_away_from_a_collective_makes_the_attempt_hung(started
     assert run.wait() == 1, run.stderr
     last_words = run.termination
     assert (last_words.failure_class, last_words.rank) == ("Hung", None)
-    assert "did not come to a collective" in last_words.message
+    assert "did not enter a collective" in last_words.message
 
 
 def test_a_kernel_that_cannot_be_deterministic_ends_the_run_by_the_field(started) -> None:

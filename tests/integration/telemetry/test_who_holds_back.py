@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune_trainer.config import Progress, Suspect, SuspectCause, read_progress
-from finetune_trainer.telemetry.node.recorders import begun_in
+from finetune_trainer.telemetry.node.recorder_client import num_begun
 from support.launch.faulty_ranks import FAULTS, FaultyRanks
 from support.launch.launches import Launch, free_port, launch, train_config, until
 from support.telemetry.node_pages import ask, free_ports, scrape
@@ -57,7 +57,7 @@ def check_evidence(ranks: FaultyRanks, folder: str) -> None:
         until(path.exists, timeout=30)
         dump = gzip.decompress(path.read_bytes())
         assert json.loads(dump)["entries"]
-        begun[rank] = begun_in(dump)
+        begun[rank] = num_begun(dump)
     assert len({begun[rank] for rank in others}) == 1
     if ranks.rank in begun:  # the recorder names the same
         assert min(begun, key=lambda rank: begun[rank] or 0) == ranks.rank

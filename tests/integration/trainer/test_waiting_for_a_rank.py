@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from finetune_trainer.config import ExitCode, FailureClass
-from finetune_trainer.control import judge
+from finetune_trainer.control import classify
 from support.checkpoint.checkpoint_fixtures import run_processes
 from support.launch.launches import Launch, launch, train_config, until
 from support.strategies.parity import Case, prepared, train_steps, world_of
@@ -57,7 +57,7 @@ def _leave_out_the_last_rank(group: "ProcessGroup", folder: Path, case: Case) ->
     if world.rank == world.world_size - 2:  # which divides something with the last one alone
         with pytest.raises(RuntimeError) as raised:
             train_steps(strategy, case, world, range(1))
-        has_ended.write_text(judge(raised.value).failure_class)
+        has_ended.write_text(classify(raised.value).failure_class)
     until(has_ended.exists)  # a process that ends would be noticed at once
     os._exit(0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_trainer.config import ENV_TRAIN_CONFIG, Termination, TrainConfig, pack
-from finetune_trainer.launch.azureml.mounts import SCRATCH, put_paths
+from finetune_trainer.launch.azureml.mounts import SCRATCH, resolve_mounts
 from support.launch.launches import clean_environment
 
 ENTRY = ("-P", "-m", "finetune_trainer.launch.azureml")
@@ -29,7 +29,7 @@ class Node:
     def config(self) -> TrainConfig:
         """The configuration as this node saw it, but for what went with its scratch folder."""
         config, mounts = self.given
-        return put_paths(config, {SCRATCH: "/gone", **mounts})
+        return resolve_mounts(config, {SCRATCH: "/gone", **mounts})
 
     def wait(self, timeout: float = 150) -> int:
         """Return the exit code; the logs are in `stdout` and `stderr` then."""

@@ -4,10 +4,10 @@ import pytest
 
 from finetune_trainer.config import ENV_TRAIN_CONFIG, TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.launch.azureml.mounts import put_paths, read_mounts
+from finetune_trainer.launch.azureml.mounts import read_mounts, resolve_mounts
 from finetune_trainer.launch.azureml.node import environment_of_supervisor
 from finetune_trainer.launch.start_ranks import Node, read_node
-from finetune_trainer.launchers import launched_by_another, read_launch
+from finetune_trainer.launchers import has_launcher, read_launch
 from support.azureml.azureml_nodes import variables
 
 MOUNTS = {"model": "/mnt/m", "rows": "/mnt/rows.jsonl", "out": "/mnt/o/", "local": "/tmp/l"}
@@ -40,7 +40,7 @@ def config(**changes: object) -> TrainConfig:
 
 
 def test_every_path_is_put_in_and_no_text_is_touched() -> None:
-    found = put_paths(config(), MOUNTS)
+    found = resolve_mounts(config(), MOUNTS)
     assert found.model.path == "/mnt/m"
     assert [one.path for one in found.data.sources] == [
         "/mnt/rows.jsonl",
@@ -63,8 +63,8 @@ def test_every_path_is_put_in_and_no_text_is_touched() -> None:
 
 
 def test_a_configuration_without_mounts_stays_as_it_is() -> None:
-    put = put_paths(config(), MOUNTS)
-    assert put_paths(put, {}) == put
+    put = resolve_mounts(config(), MOUNTS)
+    assert resolve_mounts(put, {}) == put
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_configuration_without_mounts_stays_as_it_is() -> None:
 )
 def test_a_place_that_no_argument_names_is_refused_by_name(place: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        put_paths(config(output={"dir": place}), MOUNTS)
+        resolve_mounts(config(output={"dir": place}), MOUNTS)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_node_finds_its_place_and_is_no_rank() -> None:
     given = variables(1, 2, 6105) | {"PATH": "/bin", "MLFLOW_RUN_ID": "r", ENV_TRAIN_CONFIG: "x"}
     environ = environment_of_supervisor(given, 2)
     assert read_node(config(), environ) == Node(rank=1, host="127.0.0.1", port=6105)
-    assert not launched_by_another(environ)
+    assert not has_launcher(environ)
     assert read_launch(environ) is None
     kept = {name: environ[name] for name in environ if not name.startswith("FINETUNE_")}
     assert kept == {"PATH": "/bin", "MLFLOW_RUN_ID": "r"}
@@ -120,7 +120,7 @@ def test_a_node_finds_its_place_and_is_no_rank() -> None:
     ],
 )
 def test_no_launcher_makes_the_supervisor_a_rank(launcher: dict[str, str]) -> None:
-    assert launched_by_another(launcher)
+    assert has_launcher(launcher)
     assert environment_of_supervisor(launcher, 1) == {}
 
 

@@ -18,7 +18,7 @@ from finetune_trainer.launch.termination_message import (
     MAX_TERMINATION_BYTES,
     EndedBy,
     RankExit,
-    agree,
+    choose_termination,
     with_published,
     write_termination,
 )
@@ -55,7 +55,7 @@ def ended(rank: int, by: EndedBy) -> RankExit:
 
 def outcome(*exits: RankExit, stop: str | None = None, oom: bool = False) -> tuple[int, str]:
     """Return exit code and failure class."""
-    termination = agree(exits, stop_reason=stop, is_out_of_memory=oom)
+    termination = choose_termination(exits, stop_reason=stop, is_out_of_memory=oom)
     return termination.exit_code, termination.failure_class
 
 
@@ -86,7 +86,7 @@ def test_a_preempted_rank_decides_before_a_finished_one() -> None:
     ],
 )
 def test_the_killed_rank_is_named_and_not_those_it_took_along(other: RankExit) -> None:
-    termination = agree([other, died(1)], stop_reason=None, is_out_of_memory=False)
+    termination = choose_termination([other, died(1)], stop_reason=None, is_out_of_memory=False)
     assert termination == Termination(
         failure_class=FailureClass.WORKER_LOST,
         exit_code=137,
@@ -115,7 +115,7 @@ def test_an_exit_without_last_words_keeps_a_known_code_and_becomes_1_otherwise(
 
 
 def test_a_rank_that_outlives_the_grace_period_is_to_blame_for_it() -> None:
-    termination = agree(
+    termination = choose_termination(
         [reported(0, 75), ended(1, EndedBy.END_OF_GRACE)],
         stop_reason="SIGTERM",
         is_out_of_memory=False,
@@ -126,7 +126,7 @@ def test_a_rank_that_outlives_the_grace_period_is_to_blame_for_it() -> None:
 
 def test_ranks_stopped_before_they_could_save_anything_are_preempted() -> None:
     exits = [RankExit(rank, -signal.SIGTERM, 1.0) for rank in (0, 1)]
-    termination = agree(exits, stop_reason="SIGTERM", is_out_of_memory=False)
+    termination = choose_termination(exits, stop_reason="SIGTERM", is_out_of_memory=False)
     assert (termination.exit_code, termination.rank) == (75, None)
     assert "no work is lost" in termination.message
 
@@ -138,13 +138,13 @@ def test_a_rank_too_young_to_hear_sigterm_was_told_to_stop_all_the_same() -> Non
 
 def test_the_words_of_rank_0_are_used_when_all_left_together() -> None:
     exits = [reported(1, 75, time=0.5), reported(0, 75, time=2.0)]
-    termination = agree(exits, stop_reason="SIGTERM", is_out_of_memory=False)
+    termination = choose_termination(exits, stop_reason="SIGTERM", is_out_of_memory=False)
     assert termination.message == "rank 0 said 75"
 
 
 def test_a_node_whose_ranks_only_lost_their_peers_blames_another_node() -> None:
     exits = [reported(2, 1, collateral=True), ended(3, EndedBy.FAILURE_OF_ANOTHER)]
-    termination = agree(exits, stop_reason=None, is_out_of_memory=False)
+    termination = choose_termination(exits, stop_reason=None, is_out_of_memory=False)
     assert (termination.exit_code, termination.message) == (1, "rank 2 said 1")
 
 

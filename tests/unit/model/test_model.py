@@ -22,7 +22,7 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
-from finetune_trainer.control import judge
+from finetune_trainer.control import classify
 from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
@@ -297,7 +297,7 @@ def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):
     save_file({}, huge / "model.safetensors", {"format": "pt"})  # so all of it is made anew
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         load_model(config(huge), CPU)
-    assert judge(caught.value).failure_class is FailureClass.OUT_OF_MEMORY
+    assert classify(caught.value).failure_class is FailureClass.OUT_OF_MEMORY
 
 
 def test_the_base_name_is_one_that_another_machine_can_use(folder, tmp_path):

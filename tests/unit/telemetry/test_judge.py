@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from finetune_trainer.config import Suspect, SuspectCause
 from finetune_trainer.telemetry.boundary import Boundary
 from finetune_trainer.telemetry.node.judge import Findings, Judge
-from finetune_trainer.telemetry.node.looks import RankLook, Seen
-from finetune_trainer.telemetry.node.recorders import begun_in
+from finetune_trainer.telemetry.node.recorder_client import num_begun
 from finetune_trainer.telemetry.node.slow import SlowPace
+from finetune_trainer.telemetry.node.snapshots import RankSnapshot, Seen
 from finetune_trainer.telemetry.node.stuck import StuckPace
 
 
@@ -50,7 +50,7 @@ class Rank:
             checkpoint_seconds=checkpoint,
             apart_seconds=0,
         )
-        look = RankLook(
+        look = RankSnapshot(
             rank=self.number,
             process_start=self.process_start,
             process=self.process,
@@ -380,8 +380,8 @@ def dump(**changes: Any) -> bytes:
 
 
 def test_the_recorder_tells_how_many_collectives_of_training_have_begun() -> None:
-    assert begun_in(dump()) == 7
-    assert begun_in(dump(entries=[])) == 14
+    assert num_begun(dump()) == 7
+    assert num_begun(dump(entries=[])) == 14
 
 
 @pytest.mark.parametrize(
@@ -397,4 +397,4 @@ def test_the_recorder_tells_how_many_collectives_of_training_have_begun() -> Non
     ],
 )
 def test_a_recorder_of_another_version_tells_nothing(text: bytes) -> None:
-    assert begun_in(text) is None
+    assert num_begun(text) is None

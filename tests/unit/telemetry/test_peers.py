@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_trainer.telemetry.boundary import Boundary
-from finetune_trainer.telemetry.node.looks import RankLook
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.node_watch import NodeWatch, WatchConfig
 from finetune_trainer.telemetry.node.peers import (
@@ -28,6 +27,7 @@ from finetune_trainer.telemetry.node.peers import (
     send,
 )
 from finetune_trainer.telemetry.node.server import JSON, PageServer, Response, Route
+from finetune_trainer.telemetry.node.snapshots import RankSnapshot
 
 WORD = "a word"
 BOUNDARY = Boundary(
@@ -40,8 +40,8 @@ BOUNDARY = Boundary(
 )
 
 
-def look(rank: int, position: int = 7) -> RankLook:
-    return RankLook(
+def look(rank: int, position: int = 7) -> RankSnapshot:
+    return RankSnapshot(
         rank=rank,
         process_start=10**12,
         process="S",

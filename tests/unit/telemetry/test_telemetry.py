@@ -417,13 +417,13 @@ def test_the_memory_of_another_process_of_the_same_number_is_not_shown(node: Nod
 
 
 def test_a_request_to_save_is_taken_once_also_by_a_later_process(node: Node) -> None:
-    assert not node.ranks.ask_for_save()  # there is nobody yet who would hear of it
+    assert not node.ranks.request_save()  # there is nobody yet who would hear of it
     first = node.rank(0)
     assert not first.take_save_request()
-    assert node.ranks.ask_for_save()
+    assert node.ranks.request_save()
     assert first.take_save_request()
     assert not first.take_save_request()
-    assert node.ranks.ask_for_save()
+    assert node.ranks.request_save()
     again = node.rank(0)
     assert again.take_save_request()
     assert not again.take_save_request()

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import DistBackendError
 
 from finetune_trainer.config import FailureClass
-from finetune_trainer.control import judge
+from finetune_trainer.control import classify
 from finetune_trainer.launch.last_words import report_of_abort
-from finetune_trainer.launch.termination_message import RankExit, agree
+from finetune_trainer.launch.termination_message import RankExit, choose_termination
 
 # NVIDIA/nccl#2076
 REMOTE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process \
@@ -116,16 +116,18 @@ NO_MEMORY_EITHER = CUDA.replace("Cuda failure 1 'invalid argument'", "Cuda failu
     ],
 )
 def test_what_nccl_says_has_its_class(text: str, failure_class: FailureClass) -> None:
-    verdict = judge(DistBackendError(text))
+    verdict = classify(DistBackendError(text))
     assert verdict.failure_class is failure_class
     is_of_others = failure_class in (FailureClass.WORKER_LOST, FailureClass.HUNG)
     assert verdict.is_collateral == is_of_others
 
 
 def test_the_sentence_says_what_nccl_adds() -> None:
-    assert "/dev/shm/nccl-EoOvZr (size 7340384)" in judge(DistBackendError(SHARED_MEMORY)).message
-    assert "No route to host" in judge(DistBackendError(NO_ROUTE)).message
-    assert judge(DistBackendError(SYSTEM)).message.endswith("2.25.1; see that rank's log")
+    assert (
+        "/dev/shm/nccl-EoOvZr (size 7340384)" in classify(DistBackendError(SHARED_MEMORY)).message
+    )
+    assert "No route to host" in classify(DistBackendError(NO_ROUTE)).message
+    assert classify(DistBackendError(SYSTEM)).message.endswith("2.25.1; see that rank's log")
 
 
 # What a process says before its watchdog, a thread of C++, ends it with SIGABRT.
@@ -191,7 +193,7 @@ def test_what_is_said_before_an_abort_has_its_class(
 ) -> None:
     report = report_of_abort(3, 1.0, f"a line before\n{text}a line after\n")
     aborted = RankExit(rank=3, code=-signal.SIGABRT, time=1.0, report=report)
-    termination = agree([aborted], stop_reason=None, is_out_of_memory=False)
+    termination = choose_termination([aborted], stop_reason=None, is_out_of_memory=False)
     assert (termination.exit_code, termination.failure_class) == (1, failure_class)
     assert said in termination.message
     assert termination.rank == (3 if failure_class == "Error" else None)

@@ -11,8 +11,8 @@ from finetune_trainer.control import (
     Agreed,
     Agreement,
     StopSignal,
+    classify,
     guard,
-    judge,
     unless_stopped,
 )
 from finetune_trainer.errors import (
@@ -99,22 +99,22 @@ def test_one_process_sees_its_own_votes_at_once() -> None:
 def test_each_error_has_its_class_and_exit_code(
     error: BaseException, code: int, failure_class: str
 ) -> None:
-    verdict = judge(error)
+    verdict = classify(error)
     assert (verdict.exit_code, verdict.failure_class) == (code, failure_class)
-    assert judge(error).exit_code == code
+    assert classify(error).exit_code == code
 
 
 def test_a_rank_that_lost_its_peers_is_not_to_blame() -> None:
-    lost = judge(RuntimeError("Connection reset by peer"))
+    lost = classify(RuntimeError("Connection reset by peer"))
     assert (lost.is_collateral, lost.is_own_fault) == (True, False)
-    assert judge(DataError("Connection reset by peer")).is_own_fault
-    assert not judge(Preempted("stopped")).is_own_fault
+    assert classify(DataError("Connection reset by peer")).is_own_fault
+    assert not classify(Preempted("stopped")).is_own_fault
 
 
 def test_an_unexpected_error_becomes_one_sentence_without_a_full_stop() -> None:
     error = RuntimeError("shapes do not match.\nException raised from run at /pytorch/x.cpp:1")
     expected = "RuntimeError: shapes do not match; the traceback is in the rank's log"
-    assert judge(error).message == expected
+    assert classify(error).message == expected
 
 
 def test_guard_returns_the_termination_of_work_that_succeeds() -> None:

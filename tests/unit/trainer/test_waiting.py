@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from finetune_trainer.control import judge
+from finetune_trainer.control import classify
 from finetune_trainer.errors import LostRankError
 from finetune_trainer.waiting import Waiting
 
@@ -87,6 +87,6 @@ def test_a_store_that_is_gone_is_named_with_the_rank_that_held_it() -> None:
 
 
 def test_who_waited_in_vain_is_not_to_blame() -> None:
-    verdict = judge(LostRankError("rank 1 has ended with an error; see its log"))
+    verdict = classify(LostRankError("rank 1 has ended with an error; see its log"))
     assert verdict.is_collateral
     assert verdict.failure_class == "WorkerLost"

@@ -19,7 +19,14 @@ from finetune_trainer.claims.names import TAG, Claim
 from finetune_trainer.config import ContractModel, JobRef
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import failpoint
-from finetune_trainer.files import move_file, recreate, remove_tree, share_as, sync, sync_tree
+from finetune_trainer.files import (
+    copy_permissions,
+    move_file,
+    recreate,
+    remove_tree,
+    sync,
+    sync_tree,
+)
 
 RECORD = "finetune-export.json"
 _STAGING = re.compile(rf"\.export-{TAG}")
@@ -123,7 +130,7 @@ def publish(
     for path, record in zip(records, (half, done), strict=True):
         path.write_text(record.to_json())
     for name in files:
-        share_as(staged / name, records[0])
+        copy_permissions(staged / name, records[0])
     sync_tree(staged)
     failpoint("before-publish", step)
     fence.check()

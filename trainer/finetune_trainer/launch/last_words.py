@@ -10,7 +10,7 @@ import threading
 from typing import IO
 
 from finetune_trainer.config import FailureClass, Termination
-from finetune_trainer.control import judge
+from finetune_trainer.control import classify
 from finetune_trainer.launch.rank_report import RankReport
 
 _STDERR = 2
@@ -77,7 +77,7 @@ def report_of_abort(rank: int, time: float, text: str) -> RankReport | None:
     if not found:
         return None
     words = _PREFIX.sub("", found[-1].strip())
-    verdict = judge(RuntimeError(words))
+    verdict = classify(RuntimeError(words))
     message = verdict.message
     if verdict.failure_class is FailureClass.ERROR:
         first_line = words.partition("\n")[0].rstrip(".")

@@ -28,7 +28,7 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.problems import sentences
 from finetune_trainer.launch.rank_report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
-from finetune_trainer.launchers import launched_by_another
+from finetune_trainer.launchers import has_launcher
 
 
 def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
         config = TrainConfig.read(path)
     except (OSError, ValidationError) as error:
         leave(_refuse(path, error))
-    if launched_by_another(os.environ):
-        leave(_be_a_rank(config, entry))
+    if has_launcher(os.environ):
+        leave(_run_as_rank(config, entry))
     leave(Supervisor(config, path, entry=entry).run().exit_code)
 
 
-def _be_a_rank(config: TrainConfig, entry: str) -> int:
+def _run_as_rank(config: TrainConfig, entry: str) -> int:
     """Do one rank's work; without our supervisor, the ranks write the termination message.
 
     Rank 0 reports for all ranks, unless another rank is the cause: rank 0 then only sees that a

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.05
 Processes = Mapping[int, "subprocess.Popen[bytes]"]
 
 
-class Watch:
+class RankWatch:
     """Watches the ranks of one attempt on this node until they have ended.
 
     If a stop is requested, it forwards SIGTERM and gives the ranks the grace period to leave. If a
@@ -42,7 +42,7 @@ class Watch:
         self._traces = traces
         self._stop = stop
         self._grace_seconds = grace_seconds
-        self._told_to_stop = False
+        self._has_sent_sigterm = False
         self._deadline = float("inf")
         self._deadline_is_for = EndedBy.ITSELF
         self._words: dict[int, LastWords] = {}
@@ -60,8 +60,8 @@ class Watch:
             self._collect(running)
             if not running:
                 break
-            if not self._told_to_stop and (self._stop.requested or self._has_left):
-                self._told_to_stop = True
+            if not self._has_sent_sigterm and (self._stop.requested or self._has_left):
+                self._has_sent_sigterm = True
                 self._set_deadline(now + self._grace_seconds, EndedBy.END_OF_GRACE)
                 _signal_all(running, signal.SIGTERM)
             if self._has_failed:

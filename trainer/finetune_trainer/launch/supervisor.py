@@ -23,7 +23,7 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import StopSignal, Verdict, guard
 from finetune_trainer.launch.oom import count_oom_kills
-from finetune_trainer.launch.rank_ends import Watch
+from finetune_trainer.launch.rank_ends import RankWatch
 from finetune_trainer.launch.rank_report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -33,7 +33,7 @@ from finetune_trainer.launch.rank_report import (
 from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.start_ranks import Node, read_node, start_ranks
 from finetune_trainer.launch.termination_message import (
-    agree,
+    choose_termination,
     preempted_before_training,
     with_published,
     write_termination,
@@ -73,7 +73,7 @@ class Supervisor:
         """Run the attempt to its end, write its termination message and return it."""
         self.stop.install()
         with TemporaryDirectory(prefix="finetune-ranks-") as folder:
-            termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=explain)
+            termination, _ = guard(lambda: self._supervise(Path(folder)), on_error=print_traceback)
         config = self._config
         termination = with_published(termination, Path(config.run_dir), config.job.attempt)
         write_termination_message(termination, config.termination_path)
@@ -130,9 +130,9 @@ class Supervisor:
         oom_kills_before = count_oom_kills()
         first = node.rank * config.world.nproc_per_node
         traces = TimerTraces(config.run_dir, range(first, first + config.world.nproc_per_node))
-        watch = Watch(reports, self.stop, config.termination_grace_seconds, traces)
+        watch = RankWatch(reports, self.stop, config.termination_grace_seconds, traces)
         watch.until_all_ended(start_ranks(config, node, arguments, environ, restart=restart))
-        return agree(
+        return choose_termination(
             watch.exits,
             stop_reason=self.stop.reason,
             is_out_of_memory=count_oom_kills() > oom_kills_before,
@@ -164,7 +164,7 @@ def write_termination_message(termination: Termination, default_path: str | None
         )
 
 
-def explain(verdict: Verdict, trace: str) -> None:
+def print_traceback(verdict: Verdict, trace: str) -> None:
     """Print the traceback of an error without a message of its own; for `guard`."""
     if verdict.exit_code == ExitCode.ERROR:
         print(trace, file=sys.stderr, flush=True)

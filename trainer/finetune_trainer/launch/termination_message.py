@@ -1,7 +1,7 @@
 """Combine the reports of a node's ranks into the one `Termination` of an attempt.
 
-Each rank leaves a `RankReport`; the supervisor adds which ranks were killed and why, and `agree`
-decides.
+Each rank leaves a `RankReport`; the supervisor adds which ranks were killed and why, and
+`choose_termination` decides.
 """
 
 import signal
@@ -67,7 +67,7 @@ class RankExit:
         return self.outcome in (ExitCode.PREEMPTED, *(-number for number in first_signal.NUMBERS))
 
 
-def agree(
+def choose_termination(
     exits: Sequence[RankExit], *, stop_reason: str | None, is_out_of_memory: bool
 ) -> Termination:
     """Choose the termination of the attempt.
@@ -122,7 +122,7 @@ def write_termination(path: Path, termination: Termination) -> None:
 
 def message_text(termination: Termination) -> str:
     """Return the termination as one line of JSON with a newline, of at most 4096 bytes."""
-    for candidate in _ever_shorter(termination):
+    for candidate in _shortened(termination):
         text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
         if len(text.encode()) <= MAX_TERMINATION_BYTES:
             break
@@ -218,7 +218,7 @@ def _termination(rank: int | None, code: ExitCode, message: str) -> Termination:
     return Termination(failure_class=failure_class, exit_code=code, message=message, rank=rank)
 
 
-def _ever_shorter(full: Termination) -> Iterator[Termination]:
+def _shortened(full: Termination) -> Iterator[Termination]:
     """Yield the message with ever fewer details besides class, step and message."""
     yield full
     progress = full.progress

@@ -30,7 +30,7 @@ from finetune_trainer.errors import (
 from finetune_trainer.garbage import gc_paused
 from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.launch.cuda_environment import cuda_environment
-from finetune_trainer.launch.meeting import distribute_page_address
+from finetune_trainer.launch.page_address import distribute_page_address
 from finetune_trainer.launch.rank_report import (
     DEFAULT_ENTRY,
     ENV_REPORT_DIR,
@@ -43,7 +43,7 @@ from finetune_trainer.launch.stacks import stacks_path
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
 from finetune_trainer.telemetry import Telemetry
-from finetune_trainer.telemetry.collectives.flight_recorder import turn_timing_on
+from finetune_trainer.telemetry.collectives.flight_recorder import enable_timing
 from finetune_trainer.telemetry.node.start_page import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.unused_packages import hide_unused
@@ -134,11 +134,11 @@ class _Rank:
             telemetry.log("claimed", generation=generation)
             fence.watch(self._end_overtaken)
         if config.telemetry.collective_timings:
-            turn_timing_on()
+            enable_timing()
         with ExitStack() as importing:
             importing.enter_context(gc_paused())
             if config.world.world_size == 1:  # several ranks must agree in the rendezvous
-                importing.enter_context(stop.leads_to(self._end_before_training))
+                importing.enter_context(stop.calling(self._end_before_training))
             with (
                 open_world(config, environ, should_stop=lambda: stop.requested) as world,
                 ExitStack() as watching,

@@ -48,7 +48,7 @@ _FULL_ATTENTION, _WINDOW = "full_attention", "sliding_attention"
 # Layer types whose attention is known; "mlp" and "moe" have none.
 _KNOWN_LAYERS = {_FULL_ATTENTION, _WINDOW, "attention", "mlp", "moe"}
 # Families that use some matrices several times per token, or not at all in training.
-_OTHERWISE = frozenset(
+_UNSUPPORTED = frozenset(
     {
         "dbrx",
         "diffllama",
@@ -67,7 +67,7 @@ _OTHERWISE = frozenset(
     }
 )
 # Field names for the experts per token and for the total number of experts.
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -107,7 +107,7 @@ def model_flops(model: "nn.Module") -> ModelFlops | None:
     """
     unwrap = getattr(model, "get_base_model", None)
     base: Any = model if unwrap is None else unwrap()
-    if base.config.model_type in _OTHERWISE:
+    if base.config.model_type in _UNSUPPORTED:
         return None
     config = base.config.get_text_config()
     attention, share = _attention(config), _share_of_experts(config)
@@ -172,7 +172,7 @@ def _products(model: "nn.Module") -> Iterator[_Product]:
 
 
 def _share_of_experts(config: Any) -> float | None:
-    chosen = _first(config, _CHOSEN)
+    chosen = _first(config, _EXPERTS_PER_TOKEN)
     experts = _first(config, _EXPERTS)
     return chosen / experts if chosen and experts else None
 

@@ -22,7 +22,7 @@ class Journal:
         self._attempt = attempt
         self._rank = rank
         self._clock = clock
-        needs_newline = _ends_in_the_middle_of_a_line(path)
+        needs_newline = _ends_without_newline(path)
         self._file = path.open("ab")
         if needs_newline:
             self._file.write(b"\n")
@@ -55,7 +55,7 @@ class Journal:
         self._file.close()
 
 
-def _ends_in_the_middle_of_a_line(path: Path) -> bool:
+def _ends_without_newline(path: Path) -> bool:
     """Whether an earlier attempt died while writing its last line."""
     if not path.exists() or path.stat().st_size == 0:
         return False

@@ -62,12 +62,13 @@ class PhaseClock:
         self.phase = TimedPhase.OTHER
         self._device: DeviceClock | None = None
         self._marks: list[tuple[TimedPhase, float, Any]] = []
-        self._owed = dict.fromkeys(_PHASES, 0.0)
-        self._overpaid: set[TimedPhase] = set()  # over-credited by more than `_TOO_LITTLE`
+        self._balance = dict.fromkeys(_PHASES, 0.0)
+        self._over_credited: set[TimedPhase] = set()  # over-credited by more than `_TOO_LITTLE`
         self._has_stopped = False
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
-        self._first: TimedPhase | None = None  # credited instead of `phase` until `_until`
-        self._until = 0.0
+        # Credited in place of `phase` until `_credited_until`.
+        self._credited: TimedPhase | None = None
+        self._credited_until = 0.0
         self._since = self._take_over()
 
     def enter(self, phase: TimedPhase) -> TimedPhase:
@@ -80,10 +81,10 @@ class PhaseClock:
             self._marks.append((phase, now, self._device.mark()))
         if self._has_stopped:
             return before
-        if self._first is not None:
-            self._pay_back(now)
-        if phase in self._overpaid:
-            first = self._borrow(phase, now)
+        if self._credited is not None:
+            self._end_repayment(now)
+        if phase in self._over_credited:
+            first = self._begin_repayment(phase, now)
         numbers = self._numbers
         left, place = _NUMBERS[before]
         total = numbers[place] + (now - self._since)
@@ -92,7 +93,7 @@ class PhaseClock:
         numbers[at] = _NUMBERS[phase][0]
         numbers[at + 1] = now
         numbers[at + 2] = first
-        numbers[at + 3] = self._until
+        numbers[at + 3] = self._credited_until
         numbers[at + 4] = left
         numbers[at + 5] = total
         numbers[_SWITCHES] = switches
@@ -146,41 +147,41 @@ class PhaseClock:
         if not self._has_stopped:
             self._has_stopped = True
             now = self._clock()
-            self._pay_back(now)
+            self._end_repayment(now)
             self._write(_NUMBERS[self.phase][0], self._since, 0, now)
 
     def _correct(self, wrong: dict[TimedPhase, float]) -> None:
         for phase, seconds in wrong.items():
-            self._owe(phase, seconds)
+            self._adjust_balance(phase, seconds)
 
-    def _owe(self, phase: TimedPhase, seconds: float) -> None:
-        owed = self._owed[phase] = self._owed[phase] + seconds
+    def _adjust_balance(self, phase: TimedPhase, seconds: float) -> None:
+        owed = self._balance[phase] = self._balance[phase] + seconds
         if owed < -_TOO_LITTLE:
-            self._overpaid.add(phase)
+            self._over_credited.add(phase)
         else:
-            self._overpaid.discard(phase)
+            self._over_credited.discard(phase)
 
-    def _borrow(self, phase: TimedPhase, now: float) -> int:
+    def _begin_repayment(self, phase: TimedPhase, now: float) -> int:
         """Credit the first seconds of an over-credited phase to the phase that is owed the most.
 
         Returns:
             The number of that phase; 0 if `phase` counts for itself.
         """
-        owed = self._owed
+        owed = self._balance
         most = max(owed, key=owed.__getitem__)
         if owed[most] < _TOO_LITTLE:
             return 0
-        self._first, self._until = most, now + min(owed[most], -owed[phase])
+        self._credited, self._credited_until = most, now + min(owed[most], -owed[phase])
         return _NUMBERS[most][0]
 
-    def _pay_back(self, now: float) -> None:
+    def _end_repayment(self, now: float) -> None:
         """End the credit that the running phase gives to another one at `now`."""
-        first, self._first = self._first, None
+        first, self._credited = self._credited, None
         if first is None:
             return
-        until = min(now, self._until)
-        self._owe(first, self._since - until)
-        self._owe(self.phase, until - self._since)
+        until = min(now, self._credited_until)
+        self._adjust_balance(first, self._since - until)
+        self._adjust_balance(self.phase, until - self._since)
         self._write(_NUMBERS[first][0], self._since, _NUMBERS[self.phase][0], until)
         self._since = until
 

@@ -93,7 +93,7 @@ class Telemetry:
         self._reported_at = float("-inf")
         log_path = self._folder.log_of(rank)
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
-        self._written_at = self._heard_at = float("-inf")
+        self._written_at = self._page_warnings_read_at = float("-inf")
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
         self.collectives = Collectives(
@@ -158,7 +158,7 @@ class Telemetry:
             self._start_up.turn(phase, now)
             self._spent.turn(phase, now)
             self.log("phase", phase=phase)
-            self._hear(now)
+            self._report_page_warnings(now)
             self._print(phase.value)
             self._update(phase=phase)
 
@@ -226,7 +226,7 @@ class Telemetry:
             newest = pending[-1][0].step
             changes["eta_seconds"] = self._eta_seconds(newest)
             self._update(urgent="first_step_seconds" in changes, **changes)
-            self._hear(now)
+            self._report_page_warnings(now)
             is_last = newest == self._total_steps
             if self._narrator is not None and (is_last or self._narrator.is_due(now)):
                 self._narrator.step(self.progress)
@@ -348,10 +348,10 @@ class Telemetry:
                 self._board.close()
             self._folder.put(self._journal.close)
 
-    def _hear(self, now: float) -> None:
+    def _report_page_warnings(self, now: float) -> None:
         """Report new warnings of the page's process, read as rarely as the progress is written."""
-        if now - self._heard_at >= _SECONDS_BETWEEN_STEPS:
-            self._heard_at = now
+        if now - self._page_warnings_read_at >= _SECONDS_BETWEEN_STEPS:
+            self._page_warnings_read_at = now
             for sentence in self._shared.warnings_of_node():
                 self.warn(sentence)
 

@@ -30,7 +30,7 @@ from finetune_trainer.config import (
     TrainConfig,
     unpack,
 )
-from finetune_trainer.launch.azureml.mounts import put_paths
+from finetune_trainer.launch.azureml.mounts import resolve_mounts
 from support.azureml.walk_azureml import ASSETS, NAMESPACE, PROFILE, served
 from support.cluster.operators import Api, phase_of, wait_until
 from support.launch.forked_ranks import attempt, numbers
@@ -210,7 +210,7 @@ def undisturbed(
         "data": inputs,
         **{name: folder / name for name in ("checkpoints", "output", "scratch")},
     }
-    local: TrainConfig = put_paths(config, {name: str(path) for name, path in mounts.items()})
+    local: TrainConfig = resolve_mounts(config, {name: str(path) for name, path in mounts.items()})
     (folder / "scratch").mkdir()
     assert attempt(local) == [0, 0]
     return {step: loss for step, (loss, *_) in numbers(local)["steps"].items()}

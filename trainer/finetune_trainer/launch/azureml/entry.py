@@ -24,12 +24,16 @@ from finetune_trainer.config import (
 from finetune_trainer.control import StopSignal, guard, leave
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.azureml.mlflow_run import MLflowRun, is_run_of_azureml
-from finetune_trainer.launch.azureml.mounts import SCRATCH, put_paths, read_mounts
+from finetune_trainer.launch.azureml.mounts import SCRATCH, read_mounts, resolve_mounts
 from finetune_trainer.launch.azureml.node import environment_of_supervisor
 from finetune_trainer.launch.azureml.reporter import Reporter
 from finetune_trainer.launch.problems import sentences
 from finetune_trainer.launch.rank_report import DEFAULT_ENTRY
-from finetune_trainer.launch.supervisor import Supervisor, explain, write_termination_message
+from finetune_trainer.launch.supervisor import (
+    Supervisor,
+    print_traceback,
+    write_termination_message,
+)
 from finetune_trainer.launch.termination_message import message_text
 
 
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
     """
     with ExitStack() as at_end:
         termination, refusal = guard(
-            lambda: _run(arguments, os.environ, entry, at_end), on_error=explain
+            lambda: _run(arguments, os.environ, entry, at_end), on_error=print_traceback
         )
         if refusal is not None:  # otherwise written by the supervisor
             write_termination_message(termination, None)
@@ -60,7 +64,7 @@ def _run(
     with TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as scratch:
         mounts = read_mounts([f"{SCRATCH}={scratch}", *arguments])
         # Azure ML does not number the starts of a run, so every start resumes from its commits.
-        config = put_paths(_read_config(environ), mounts).continued()
+        config = resolve_mounts(_read_config(environ), mounts).continued()
         environ = environment_of_supervisor(environ, config.world.nnodes)
         path = Path(scratch) / "config.json"
         path.write_text(config.to_json(), encoding="utf-8")

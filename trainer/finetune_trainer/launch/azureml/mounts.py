@@ -51,7 +51,7 @@ def read_mounts(arguments: Iterable[str]) -> dict[str, str]:
     return mounts
 
 
-def put_paths(model: M, mounts: Mapping[str, str]) -> M:
+def resolve_mounts(model: M, mounts: Mapping[str, str]) -> M:
     """Return a configuration, or a part of it, with locations on mounts replaced by paths.
 
     Raises:
@@ -60,7 +60,7 @@ def put_paths(model: M, mounts: Mapping[str, str]) -> M:
 
     def put(name: str, value: object) -> object:
         if isinstance(value, ContractModel):
-            return put_paths(value, mounts)
+            return resolve_mounts(value, mounts)
         if isinstance(value, tuple):
             return tuple(put("", one) for one in value)
         if name in _PATHS and isinstance(value, str) and value.startswith("mount://"):

@@ -18,7 +18,7 @@ from finetune_trainer.telemetry.collectives.tally import Sequence, Tallies
 if TYPE_CHECKING:
     from finetune_trainer.telemetry.slots import Block
 
-MOST_OF_THE_TIME = 0.0005
+MAX_TIME_SHARE = 0.0005
 """Share of the wall time that reading the ring may take."""
 _SECONDS_BETWEEN_RINGS = 1.0
 
@@ -47,7 +47,7 @@ def recorder_of_nccl() -> Recorder:
     return dump
 
 
-def turn_timing_on() -> None:
+def enable_timing() -> None:
     """Enable timing of NCCL's collectives in the groups that this process creates from now on.
 
     Each collective then has two more events on its stream, which can prevent overlap with others.
@@ -104,7 +104,7 @@ class FlightRecorder:
         self._publish_sequences(dump)
         if wants_ring:
             then = self._clock()
-            self._ring_at = then + max(_SECONDS_BETWEEN_RINGS, (then - now) / MOST_OF_THE_TIME)
+            self._ring_at = then + max(_SECONDS_BETWEEN_RINGS, (then - now) / MAX_TIME_SHARE)
 
     def _take(self, dump: Dump) -> None:
         """Count finished collectives that are not counted yet, except those from before `begin`."""

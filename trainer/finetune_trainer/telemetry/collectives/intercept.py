@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
 """Phases of a step whose waits count as `comm_exposed`; waits in other phases stay there."""
-_WORTH_MOVING = 0.01
+_MIN_SECONDS_TO_MOVE = 0.01
 """Seconds to collect before they move to another phase; each move takes 20 µs."""
-_MOST_UNREAD = 1000  # an evaluation has any number of collectives and reports no step
+_MAX_UNREAD = 1000  # an evaluation has any number of collectives and reports no step
 
 
 class _Kind(NamedTuple):
@@ -42,12 +42,12 @@ class _Kind(NamedTuple):
 
 
 # Plain tuples: creating an object would cost a call within each collective.
-_Flying = tuple["Work", _Kind, int, float, int, bool]
+_InFlight = tuple["Work", _Kind, int, float, int, bool]
 """A collective started from Python: work, kind, sequence number, start, bytes, is it synchronous?
 
 Starts are in seconds of `perf_counter`.
 """
-_Over = tuple[_Kind, int, float | None, float | None]
+_Finished = tuple[_Kind, int, float | None, float | None]
 """A collective that Python has waited for or abandoned: kind, bytes, seconds, exposed seconds."""
 
 
@@ -91,8 +91,8 @@ class Interception:
         self._is_ddp = is_ddp
         self._phases = phases
         self._sequences: dict[str, Sequence] = {}
-        self._flying: dict[int, _Flying] = {}
-        self._over: deque[_Over] = deque()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._finished: deque[_Finished] = deque()
         self._buckets: list[_Bucket] = []
         self._reduced: _Kind | None = None
         self._backwards: list[list[_Bucket]] = []
@@ -121,7 +121,7 @@ class Interception:
         """Restore torch's methods."""
         while self._undo:
             self._undo.pop()()
-        self._flying.clear()
+        self._in_flight.clear()
 
     def end_backward(self) -> None:
         """End the buckets of the current backward pass.
@@ -143,7 +143,7 @@ class Interception:
             if waited > 0:
                 self.waited_seconds += waited
                 self._unmoved_seconds += waited
-                if self._unmoved_seconds > _WORTH_MOVING:
+                if self._unmoved_seconds > _MIN_SECONDS_TO_MOVE:
                     self._move()
 
     def _move(self) -> None:
@@ -155,13 +155,13 @@ class Interception:
 
     def read(self) -> None:
         """Count the collectives that finished since the last call, from the training thread."""
-        for key, (work, kind, number, _, num_bytes, _) in list(self._flying.items()):
+        for key, (work, kind, number, _, num_bytes, _) in list(self._in_flight.items()):
             if work.is_completed():  # not waited for so far
-                del self._flying[key]
+                del self._in_flight[key]
                 kind.sequence.end(number)
-                self._over.append((kind, num_bytes, None, None))
-        for _ in range(len(self._over)):
-            self._count(*self._over.popleft())
+                self._finished.append((kind, num_bytes, None, None))
+        for _ in range(len(self._finished)):
+            self._count(*self._finished.popleft())
         self.end_backward()
         if self._unmoved_seconds > 0:
             self._move()
@@ -198,9 +198,9 @@ class Interception:
         self, original: Callable[..., Any], op: str, size: Size, is_seen_below: bool = False
     ) -> Callable[..., Any]:
         if is_seen_below:
-            original = _past_the_dispatcher(original)
+            original = _below_autograd(original)
         kinds: dict[ProcessGroup, _Kind | None] = {}
-        clock, flying = time.perf_counter, self._flying
+        clock, flying = time.perf_counter, self._in_flight
 
         def begin(group: "ProcessGroup", *args: Any, **options: Any) -> Any:
             try:
@@ -221,8 +221,8 @@ class Interception:
         return begin
 
     def _wait_with(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        clock, flying, over, phases = time.perf_counter, self._flying, self._over, self._phases
-        this_thread = threading.get_ident
+        clock, this_thread = time.perf_counter, threading.get_ident
+        flying, over, phases = self._in_flight, self._finished, self._phases
 
         def wait(work: "Work", *args: Any, **options: Any) -> bool:
             begun = flying.pop(id(work), None)
@@ -247,7 +247,7 @@ class Interception:
                     self.waited_seconds += exposed
             kind.sequence.end(number)
             over.append((kind, num_bytes, seconds, exposed if is_held_up else None))
-            if is_held_up and len(over) > _MOST_UNREAD:
+            if is_held_up and len(over) > _MAX_UNREAD:
                 self.read()
             return result
 
@@ -289,7 +289,7 @@ class Interception:
         return _Kind(op, name, group.size(), self._sequences[name])
 
 
-def _past_the_dispatcher(call: Callable[..., Any]) -> Callable[..., Any]:
+def _below_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call so that the dispatcher skips autograd's kernels, and with them ours."""
     import torch
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
-from finetune_trainer.telemetry.node.recorders import ask_recorder
+from finetune_trainer.telemetry.node.recorder_client import query_recorder
 from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
 from finetune_trainer.telemetry.slots import Word
 from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, stacks_file
@@ -53,14 +53,14 @@ class Evidence:
     def _collect(self, stall: int) -> None:
         ranks = self._ranks.now()
         before = {one.rank: self._size(one.rank) for one in ranks}
-        self._wait_for_stacks(before, [one.rank for one in ranks if _ask_for_stacks(one)])
+        self._wait_for_stacks(before, [one.rank for one in ranks if _request_stacks(one)])
         target = self._run_dir / evidence_folder(self._attempt, stall)
         target.mkdir(parents=True, exist_ok=True)
         for one in ranks:
             text = _state(one).encode() + self._stacks(one.rank, before[one.rank])
             _put(target / f"rank-{one.rank}.stacks.txt", text)
         for one in ranks:
-            dump = ask_recorder(self._folder / recorder_socket(one.rank))
+            dump = query_recorder(self._folder / recorder_socket(one.rank))
             if dump is not None:
                 path = target / f"rank-{one.rank}.collectives.json.gz"
                 _put(path, gzip.compress(dump))
@@ -100,7 +100,7 @@ def _put(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def _ask_for_stacks(rank: RankNow) -> bool:
+def _request_stacks(rank: RankNow) -> bool:
     """Signal a rank to write its stacks; return whether it was signalled and can respond.
 
     The signal would kill a process that has not registered its handler yet.

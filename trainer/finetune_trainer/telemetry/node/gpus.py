@@ -132,9 +132,9 @@ class Gpus(Collector):
                 return
             *lines, rest = (rest + read).split(b"\n")
             for line in lines:
-                self._hear(json.loads(line))
+                self._handle_message(json.loads(line))
 
-    def _hear(self, message: dict[str, object]) -> None:
+    def _handle_message(self, message: dict[str, object]) -> None:
         match message:
             case {"problem": str(sentence)}:
                 self._warn_once(f"{sentence}; training continues without these metrics of GPUs")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from finetune_trainer.config import MAX_SUSPECTS, Suspect
-from finetune_trainer.telemetry.node.looks import Seen
 from finetune_trainer.telemetry.node.slow import Slow, SlowPace, SlowRanks
+from finetune_trainer.telemetry.node.snapshots import Seen
 from finetune_trainer.telemetry.node.stuck import Stuck, StuckPace, StuckRanks
 
 

@@ -76,7 +76,7 @@ class NodeRanks:
         except FileNotFoundError:
             return None
 
-    def ask_for_save(self) -> bool:
+    def request_save(self) -> bool:
         """Request a checkpoint from rank 0; return whether it has begun and so sees the request."""
         block = self._block(0)
         if block is None:

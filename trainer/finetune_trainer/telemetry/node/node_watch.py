@@ -22,11 +22,11 @@ from finetune_trainer.telemetry.boundary import read_boundary
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.telemetry.node.evidence import MAX_STALLS, Evidence, evidence_folder
 from finetune_trainer.telemetry.node.judge import Judge
-from finetune_trainer.telemetry.node.looks import RankLook
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
 from finetune_trainer.telemetry.node.peers import News, NewsDesk, RankZero, Reply, send
-from finetune_trainer.telemetry.node.recorders import ask_recorder, begun_in
+from finetune_trainer.telemetry.node.recorder_client import num_begun, query_recorder
 from finetune_trainer.telemetry.node.slow import SlowPace
+from finetune_trainer.telemetry.node.snapshots import RankSnapshot
 from finetune_trainer.telemetry.node.stuck import STOPPED, StuckPace
 from finetune_trainer.telemetry.phases import running_phase
 from finetune_trainer.telemetry.slots import Word, layout_of_node
@@ -36,7 +36,7 @@ ENV_WATCH_SPEED = "FINETUNE_WATCH_SPEED"  # for tests: 10 divides all times by 1
 WATCH_FILE = "watch.json"
 RANK_ZERO_FILE = "rank-zero.json"
 _SECONDS_BETWEEN_POLLS = 1.0
-_SECONDS_BETWEEN_QUESTIONS = 10.0
+_SECONDS_BETWEEN_QUERIES = 10.0
 _NODES_A_SECOND = 50  # that rank 0's node can serve with little work
 _ENQUEUED = tuple(
     layout_of_node().place(metrics.COMM_ENQUEUED, group)
@@ -116,24 +116,24 @@ class NodeWatch:
 
     def look(self) -> None:
         """Take one snapshot of the ranks and judge or send it."""
-        looks = tuple(self._recall(_look(one)) for one in self._ranks.now())
+        looks = tuple(self._add_recorded(_snapshot(one)) for one in self._ranks.now())
         desk = self.desk
         reply = self._judge_all(desk, looks) if desk is not None else self._ask(looks)
         self.scores = reply.scores
         if reply.stall:
             self._evidence.collect(reply.stall)
 
-    def _recall(self, look: RankLook) -> RankLook:
+    def _add_recorded(self, look: RankSnapshot) -> RankSnapshot:
         """Add the number from torch's recorder to the snapshot of a rank without progress."""
         now, where = self._clock(), (look.process_start, look.boundary, look.position)
         quiet = self._quiet.get(look.rank)
         if quiet is None or quiet.where != where:
             quiet = self._quiet[look.rank] = _Quiet(where, now)
-        if now - quiet.asked_at > _SECONDS_BETWEEN_QUESTIONS / self._config.speed:
+        if now - quiet.asked_at > _SECONDS_BETWEEN_QUERIES / self._config.speed:
             quiet.asked_at = now
             if look.process not in STOPPED:
-                dump = ask_recorder(self._folder / recorder_socket(look.rank), with_ring=False)
-                quiet.recorded = None if dump is None else begun_in(dump)
+                dump = query_recorder(self._folder / recorder_socket(look.rank), with_ring=False)
+                quiet.recorded = None if dump is None else num_begun(dump)
         return look.model_copy(update={"recorded": quiet.recorded})
 
     def _run(self) -> None:
@@ -141,7 +141,7 @@ class NodeWatch:
             time.sleep(self._interval)
             self.look()
 
-    def _judge_all(self, desk: NewsDesk, looks: tuple[RankLook, ...]) -> Reply:
+    def _judge_all(self, desk: NewsDesk, looks: tuple[RankSnapshot, ...]) -> Reply:
         desk.store(self._config.node, looks)
         now = self._epoch + self._clock()
         found = self._judge.look(now, desk.seen(), is_training=self._is_training())
@@ -174,7 +174,7 @@ class NodeWatch:
         else:
             path.unlink(missing_ok=True)
 
-    def _ask(self, looks: tuple[RankLook, ...]) -> Reply:
+    def _ask(self, looks: tuple[RankSnapshot, ...]) -> Reply:
         """Send the snapshots to rank 0's node, once its address is known."""
         try:
             to = RankZero.read(self._folder / RANK_ZERO_FILE)
@@ -223,9 +223,9 @@ def _judge(config: WatchConfig) -> Judge:
     )
 
 
-def _look(rank: RankNow) -> RankLook:
+def _snapshot(rank: RankNow) -> RankSnapshot:
     running = running_phase(rank.numbers)
-    return RankLook(
+    return RankSnapshot(
         rank=rank.rank,
         process_start=int(rank.numbers[Word.PROCESS_START]),
         process=rank.process.state if rank.process is not None else None,

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from finetune_trainer.config import ContractModel
-from finetune_trainer.telemetry.node.looks import RankLook, Seen
+from finetune_trainer.telemetry.node.snapshots import RankSnapshot, Seen
 
 PEERS_PATH = "/ranks"
 MAX_NEWS_BYTES = 1 << 18
@@ -40,7 +40,7 @@ class News(ContractModel):
     version: Literal[1] = 1
     word: Annotated[str, Field(max_length=256)]
     node: Annotated[str, Field(max_length=253)]
-    ranks: Annotated[tuple[RankLook, ...], Field(max_length=MAX_RANKS_OF_NODE)]
+    ranks: Annotated[tuple[RankSnapshot, ...], Field(max_length=MAX_RANKS_OF_NODE)]
 
 
 class Reply(ContractModel):
@@ -75,13 +75,13 @@ class NewsDesk:
         self._scores: Mapping[int, float] = {}
         self._stall = 0
 
-    def store(self, node: str, ranks: tuple[RankLook, ...]) -> None:
+    def store(self, node: str, ranks: tuple[RankSnapshot, ...]) -> None:
         """Store the snapshots of one node."""
         now = self._clock()
         with self._lock:
             self._heard.update((one.rank, (now, Seen(one, node))) for one in ranks)
 
-    def reply(self, ranks: tuple[RankLook, ...]) -> Reply:
+    def reply(self, ranks: tuple[RankSnapshot, ...]) -> Reply:
         """Return the reply to the node of these ranks."""
         with self._lock:
             scores = {one.rank: self._scores[one.rank] for one in ranks if one.rank in self._scores}

@@ -42,7 +42,7 @@ def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None =
     def checkpoint(body: bytes) -> Response:
         if not ranks.has_rank_zero:
             return _elsewhere()
-        if not ranks.ask_for_save():
+        if not ranks.request_save():
             return _not_yet()
         return _message(HTTPStatus.ACCEPTED, "a checkpoint will be saved at the next step boundary")
 

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from finetune_trainer.config import SuspectCause
 from finetune_trainer.telemetry.boundary import Boundary
-from finetune_trainer.telemetry.node.looks import Seen
+from finetune_trainer.telemetry.node.snapshots import Seen
 
 _MAD_TO_SIGMA = 1.4826  # for a normal distribution
 _SIGMAS = 4.0
@@ -165,9 +165,11 @@ class SlowRanks:
         }
         self._history.append(self.scores)
         for rank, score in self.scores.items():
-            self._note(rank, score, uses, busy)
+            self._update_record(rank, score, uses, busy)
 
-    def _note(self, rank: int, score: float, uses: Mapping[int, Use], busy: "_Medians") -> None:
+    def _update_record(
+        self, rank: int, score: float, uses: Mapping[int, Use], busy: "_Medians"
+    ) -> None:
         pace, record, use = self._pace, self._records[rank], uses[rank]
         excess = use.busy - busy.of_others(rank)
         is_slow = (
@@ -182,15 +184,15 @@ class SlowRanks:
             record.excesses = (*record.excesses, _excess(rank, uses))[-pace.windows :]
             record.scores = (*record.scores, score)[-pace.windows :]
             is_long = len(record.scores) == pace.windows
-            record.is_named = record.is_named or (is_long and self._is_no_noise(record.scores))
+            record.is_named = record.is_named or (is_long and self._exceeds_noise(record.scores))
         elif (
             not record.is_named
             or fmean(record.newest) <= pace.well
-            or not self._is_no_noise(record.newest)
+            or not self._exceeds_noise(record.newest)
         ):
             self._records[rank] = _Record(newest=record.newest)
 
-    def _is_no_noise(self, scores: Sequence[float]) -> bool:
+    def _exceeds_noise(self, scores: Sequence[float]) -> bool:
         """Whether scores are higher than the ranks' scores vary from window to window.
 
         If ranks share too few processors, or their rows differ in length, a different rank is slow

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finetune_trainer.config import SuspectCause
-from finetune_trainer.telemetry.node.looks import RankLook, Seen
+from finetune_trainer.telemetry.node.snapshots import RankSnapshot, Seen
 from finetune_trainer.telemetry.processes import PROCESS_STATES
 
 STOPPED = frozenset({"T", "t", None})
@@ -58,7 +58,7 @@ class StuckRanks:
 
     def __init__(self, pace: StuckPace) -> None:
         self._pace = pace
-        self._looks: Mapping[int, RankLook] = {}
+        self._looks: Mapping[int, RankSnapshot] = {}
         self._quiet_since = 0.0
 
     def look(self, now: float, seen: Mapping[int, Seen], step_seconds: float) -> list[Stuck]:
@@ -68,11 +68,11 @@ class StuckRanks:
         """
         before, self._looks = self._looks, {rank: one.look for rank, one in seen.items()}
         if before.keys() != seen.keys() or any(
-            _gets_on(before[rank], look) for rank, look in self._looks.items()
+            _has_progressed(before[rank], look) for rank, look in self._looks.items()
         ):
             self._quiet_since = now
             return []
-        found = behind(seen)
+        found = awaited_ranks(seen)
         if not found or now - self._quiet_since < self._patience(found, step_seconds):
             return []
         return [self._stuck(one) for one in sorted(found, key=lambda one: one.look.rank)]
@@ -103,7 +103,7 @@ class StuckRanks:
         )
 
 
-def behind(seen: Mapping[int, Seen]) -> list[Seen]:
+def awaited_ranks(seen: Mapping[int, Seen]) -> list[Seen]:
     """Return the ranks that the others wait for; empty if no difference is known.
 
     NCCL's collectives are counted once per step, so torch's recorder may know more than the ranks
@@ -119,13 +119,13 @@ def behind(seen: Mapping[int, Seen]) -> list[Seen]:
     return unable if len(unable) < len(seen) else []
 
 
-def _gets_on(before: RankLook, after: RankLook) -> bool:
+def _has_progressed(before: RankSnapshot, after: RankSnapshot) -> bool:
     """Whether a rank made progress between two snapshots; a first recorder query is no progress."""
     if after.recorded is not None and before.recorded not in (None, after.recorded):
         return True
-    return _noted(before) != _noted(after)
+    return _position_of(before) != _position_of(after)
 
 
-def _noted(look: RankLook) -> tuple[object, ...]:
+def _position_of(look: RankSnapshot) -> tuple[object, ...]:
     steps = look.boundary.steps if look.boundary is not None else 0
     return look.process_start, look.position, steps

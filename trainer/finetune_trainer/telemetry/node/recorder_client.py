@@ -18,7 +18,7 @@ _TIMEOUT_SECONDS = 3.0
 _MAX_BYTES = 1 << 25
 
 
-def ask_recorder(path: Path, *, with_ring: bool = True) -> bytes | None:
+def query_recorder(path: Path, *, with_ring: bool = True) -> bytes | None:
     """Return the contents of the recorder behind a socket, as JSON; None if it does not respond.
 
     Without the ring, NCCL's recorder reports only each group's progress; gloo's always adds it.
@@ -37,7 +37,7 @@ def ask_recorder(path: Path, *, with_ring: bool = True) -> bytes | None:
     return None
 
 
-def begun_in(dump: bytes) -> int | None:
+def num_begun(dump: bytes) -> int | None:
     """Return the number of collectives that a rank's training has begun, from a recorder's dump.
 
     None if this version cannot parse the dump.

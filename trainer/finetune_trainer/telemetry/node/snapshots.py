@@ -9,7 +9,7 @@ from finetune_trainer.config import ContractModel
 from finetune_trainer.telemetry.boundary import Boundary
 
 
-class RankLook(ContractModel):
+class RankSnapshot(ContractModel):
     """State of a rank at one moment.
 
     Attributes:
@@ -41,6 +41,6 @@ class Seen:
         is_silent: Whether its node has sent no news for some time, so that the snapshot is old.
     """
 
-    look: RankLook
+    look: RankSnapshot
     node: str
     is_silent: bool = False
