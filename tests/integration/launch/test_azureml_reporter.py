@@ -309,7 +309,7 @@ def test_a_run_without_the_plugin_says_what_is_missing_and_trains(tmp_path: Path
     hidden = 'import sys\n\nsys.modules.update({"azureml.mlflow": None, "mlflow": None})\n'
     (tmp_path / "sitecustomize.py").write_text(hidden)
     environ = {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(STAND_IN).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(STAND_IN).parents[2])]),
         "MLFLOW_TRACKING_URI": f"azureml://127.0.0.1:9/mlflow/v2.0{WORKSPACE}",
         "MLFLOW_TRACKING_TOKEN": "a.b.c",
         "MLFLOW_RUN_ID": "a-run",

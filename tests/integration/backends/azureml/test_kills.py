@@ -15,8 +15,8 @@ from support.cluster.operators import Api
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-JOBS = 8
-KILLS = 4
+JOBS = 12
+KILLS = 5
 
 
 @pytest.fixture
