@@ -54,7 +54,7 @@ def test_what_a_failed_job_said_last_outlives_its_pods(jobs: Jobs) -> None:
     assert log.returncode == 0, log.stderr
     gone, about, *said = log.stdout.splitlines()
     assert (gone, about[:27]) == (
-        f"the pod of rank 0 of {NAMESPACE}/fails-1 is gone",
+        f"the pod of rank 0 of {NAMESPACE}/fails-1 no longer exists",
         "the last lines of pod fails",
     )
     assert "/mnt/models/absent.jsonl" in "\n".join(said)

@@ -564,7 +564,7 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
         return [line async for line in backend.logs(ref_to(handle), 0)]
 
     assert api.run(lines()) == [
-        f"the pod of rank 0 of {namespace}/tiny-1 is gone",
+        f"the pod of rank 0 of {namespace}/tiny-1 no longer exists",
         f"the last lines of pod {name}:",
         "(none)",  # as it never had a node
     ]
