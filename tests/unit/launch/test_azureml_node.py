@@ -71,7 +71,7 @@ def test_a_configuration_without_mounts_stays_as_it_is() -> None:
     ("place", "said"),
     [
         pytest.param(
-            "mount://other/x", r"mount://other/x: no argument .* gives the path of other", id="unknown"
+            "mount://other/x", "mount://other/x: no argument .* the path of other", id="unknown"
         ),
         pytest.param("mount:///x", "mount:///x is not mount://NAME", id="no name"),
         pytest.param("mount://Model", "mount://Model is not mount://NAME", id="another name"),
@@ -131,7 +131,7 @@ def test_a_single_node_needs_no_variables() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        pytest.param({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but .*nodes is 2: .* one process per node", id="one a GPU"),
+        pytest.param({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but .*nodes is 2: ", id="one a GPU"),
         pytest.param({"NODE_RANK": ""}, "^NODE_RANK", id="no rank"),
         pytest.param(
             {"MASTER_ADDR": "", "MASTER_PORT": ""}, "^MASTER_ADDR and MASTER_PORT", id="no address"

@@ -137,5 +137,6 @@ def test_a_profile_keeps_the_place_where_runs_and_checkpoints_are_looked_for(
         api.profile("default", profile()),
     ):
         change = {"spec": {"azureml": {field: "another"}}}
-        with pytest.raises(InvalidError, match=f"spec.azureml.{field}: .*cannot change, because jobs"):
+        refused = f"spec.azureml.{field}: .*cannot change, because jobs"
+        with pytest.raises(InvalidError, match=refused):
             api.run(api.client.patch(FINE_TUNE_PROFILES, "default", None, change))

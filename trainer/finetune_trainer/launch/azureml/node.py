@@ -23,8 +23,8 @@ def environment_of_supervisor(environ: Mapping[str, str], nnodes: int) -> dict[s
     num_started = environ.get("WORLD_SIZE", str(nnodes))
     if num_started != str(nnodes):
         raise ConfigError(
-            f"WORLD_SIZE is {num_started}, but spec.topology.nodes is {nnodes}: Azure ML must start "
-            f"one process per node, and this process starts the ranks of its node; set "
+            f"WORLD_SIZE is {num_started}, but spec.topology.nodes is {nnodes}: Azure ML must "
+            f"start one process per node, which starts the ranks of its node; set "
             f"{_DISTRIBUTION} and resources.instance_count {nnodes}"
         )
     place: dict[str, str] = {}
