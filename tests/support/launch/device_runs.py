@@ -113,7 +113,8 @@ def train(config: TrainConfig, watch: Watch | None = None) -> Trained:
     fence = claim_folders(config, lambda: False)
     began = time.perf_counter()
     if device.type == "cuda":
-        gc.collect()  # of the run before, whose tensors would count
+        gc.unfreeze()  # the run before has frozen its model, whose tensors would count
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with closing(Telemetry(config, rank=0, world_size=1)) as telemetry:

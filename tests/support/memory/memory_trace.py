@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from finetune_trainer import loop
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.batch import MicroBatch
+from finetune_trainer.memory.peak import ELEMENTS_PER_PASS
 from finetune_trainer.memory.shape import ModelShape, read_shape
 from finetune_trainer.model import attention, fused_head
 from finetune_trainer.model.adapters import choose_trained
@@ -237,7 +238,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(attention, "_attend", attend),
         mock.patch.object(fused_head, "_CHUNK_BYTES_ON_CPU", fused_head._CHUNK_BYTES),
-        mock.patch.object(adamw8bit, "_ELEMENTS_PER_PASS_ON_CPU", adamw8bit._ELEMENTS_PER_PASS),
+        mock.patch.object(adamw8bit, "_ELEMENTS_PER_PASS_ON_CPU", ELEMENTS_PER_PASS),
     ):
         yield
 

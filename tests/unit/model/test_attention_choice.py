@@ -37,9 +37,17 @@ TURING, HOPPER = Card((7, 5), has_triton=True), Card((9, 0), has_triton=True)
 )
 def test_the_fastest_kernel_that_serves_is_chosen(name, card, dtype, kernel, said):
     warnings: list[str] = []
-    assert choose_attention(family(name), card, dtype, warn=warnings.append) is kernel
+    assert choose_attention(family(name, head_dim=16), card, dtype, warn=warnings.append) is kernel
     assert len(warnings) == bool(said)
     assert said in "".join(warnings)
+
+
+def test_heads_too_narrow_for_flex_get_the_model_s_own_attention():
+    warnings: list[str] = []
+    narrow = family("gemma2", head_dim=8)
+    chosen = choose_attention(narrow, AMPERE, torch.bfloat16, warn=warnings.append)
+    assert chosen is Kernel.MODEL
+    assert "flex: its heads are 8 wide, flex attention's at least 16" in warnings[0]
 
 
 def test_dropout_in_attention_is_served_where_torch_attends_document_by_document():

@@ -12,15 +12,16 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.launch.claim import claim_folders
+from finetune_trainer.model.float8 import use_float8
 from finetune_trainer.model.isolation import NARROW_LIMIT, check_isolation, measure
-from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 from support.data.text_fixtures import tiny_tokenizer
 from support.launch.launches import train_config
 from support.model.every_family import tiny_model, tiny_settings
-from support.model.model_families import FAMILIES, family, isolate
+from support.model.model_families import FAMILIES, family, isolate, pack
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, local_rank=0, world_size=1, device=CPU)
@@ -117,33 +118,29 @@ def test_measuring_leaves_modes_gradients_and_random_numbers_as_they_were(tmp_pa
     assert module.gives_positions
 
 
-def test_compiled_layers_meet_no_shape_but_that_of_training(tmp_path: Path) -> None:
-    training = {"compile": True, "micro_batch_size": 2}
-    config = train_config(tmp_path, training=training, data={"max_seq_len": 32})
-    module, evaluate = wrapped(family("llama"))
-    shapes = []
-
-    def noting(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        shapes.append(tuple(inputs["input_ids"].shape))
-        return evaluate(inputs)
-
-    assert measure(module, noting, config, CPU).neighbours <= 1e-5
-    assert set(shapes) == {(2, 32)}
-
-
-def test_compiled_layers_are_measured_where_training_has_the_shortest_packs(tmp_path: Path) -> None:
-    config = train_config(tmp_path, training={"compile": True}, data={"max_seq_len": 8})
-    found = measure(*wrapped(family("llama")), config, CPU)
-    assert max(found.neighbours, found.alone) <= 1e-5
-
-
-def test_compiled_layers_are_measured_where_a_table_ends_before_the_width_of_training(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_float8", [False, True], ids=["plain", "float8"])
+def test_compiled_layers_are_measured_uncompiled_and_without_float8(
+    is_float8: bool, tmp_path: Path
 ) -> None:
-    """Packed, no document is longer than the table, though the batch is wider."""
-    config = train_config(tmp_path, training={"compile": True}, data={"max_seq_len": 32})
-    found = measure(*wrapped(family("gpt2", n_positions=16)), config, CPU)
-    assert max(found.neighbours, found.alone) <= 1e-5
+    model = family("llama")
+    module, evaluate = wrapped(model, torch.bfloat16)
+    if is_float8:
+        use_float8(module, CPU, emulate=True)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    training = {"compile": True, "float8": is_float8, "precision": "bf16"}
+    config = train_config(tmp_path, training=training)
+    found = measure(module, evaluate, config, CPU)
+    assert max(found.neighbours, found.later_tokens) <= 1e-5
+    assert graphs == []
+    evaluate(loss_inputs(pack([(9, 7)]), CPU))
+    assert graphs, "the layers are compiled for training"
 
 
 @pytest.fixture(scope="module")

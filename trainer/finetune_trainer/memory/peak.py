@@ -25,6 +25,10 @@ COMPONENTS = (
     "logits",
 )
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+ELEMENTS_PER_PASS = 2**22
+"""Elements that the 8-bit optimizer updates at once on a GPU: enough to occupy it."""
+UPDATE_BYTES = 37
+"""Temporary bytes of an uncompiled 8-bit update per element, measured on an H100."""
 CHUNK_BYTES = 2**29  # of the head's logits; `fused_head` uses the same size on a GPU
 
 
@@ -220,7 +224,11 @@ class _Step:
         return parts
 
     def at_optimizer(self) -> dict[str, int]:
-        return {**self.static(), "gradients": self.gradients()}
+        parts = {**self.static(), "gradients": self.gradients()}
+        if self.optimizer == "adamw8bit":  # uncompiled; one kernel needs less
+            largest = max(-(-w.count // self.shards) for w in self.shape.weights if w.is_trained)
+            parts["moments"] += UPDATE_BYTES * min(largest, ELEMENTS_PER_PASS)
+        return parts
 
     # ---- activations
 
@@ -275,14 +283,18 @@ class _Step:
         return self.tokens * each
 
     def saved_compiled(self, layer: Layer) -> int:
-        """Return the minimum that compiled code retains: product results, attention, residuals.
+        """Return the bytes that compiled code retains.
 
-        The compiler may recompute elementwise operations in its kernels. That is not modelled.
+        These are residuals, inputs of trained products, product results, and attention. torch's
+        partitioner recomputes other elementwise operations, but no input of a product.
         """
         each = layer.norms * self.shape.hidden * self.residual + 4 * self.shape.heads
+        each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
         each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.item_size
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
+        if layer.out_of_mlp is not None and layer.out_of_mlp.keeps_input:
+            each += layer.out_of_mlp.inputs * self.item_size
         return self.tokens * (each + sum(self.adapter(p) for p in self.products(layer)))
 
     def norm(self, width: int, *, is_trained: bool) -> int:

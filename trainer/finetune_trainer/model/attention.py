@@ -68,12 +68,17 @@ def fault(base: Any, *, on_gpu: bool, compiles: bool) -> str | None:
         return "transformers does not support another attention for this family"
     if not base._supports_sdpa:
         return "it changes the scores before the softmax, such as by a cap"
-    widths = (getattr(part, "head_dim", 0) for part in base.modules())  # may differ by layer
-    width = max((width for width in widths if isinstance(width, int)), default=0)
+    width = max(head_widths(base), default=0)
     if on_gpu and width > _WIDEST_HEAD:
         return f"its heads are {width} wide, flash attention's at most {_WIDEST_HEAD}"
     knows_dropout = not (on_gpu or compiles)
     return shape_fault(base) or (None if knows_dropout else dropout_fault(config))
+
+
+def head_widths(base: Any) -> list[int]:
+    """Return the widths of the heads that modules declare; they may differ by layer."""
+    widths = (getattr(part, "head_dim", None) for part in base.modules())
+    return [width for width in widths if isinstance(width, int)]
 
 
 def shape_fault(base: Any) -> str | None:

@@ -62,7 +62,7 @@ def check_float8(module: CausalLoss, evaluate: Evaluate, inputs: dict[str, Tenso
     # Compiling the layers without float8 just for this would take minutes.
     with in_evaluation_mode(module.model), torch.compiler.set_stance("force_eager"):
         after = evaluate(inputs)
-        with _without_float8(module):
+        with without_float8(module):
             before = evaluate(inputs)
     off = ((after - before).abs() / before.abs().clamp(min=1e-6)).item()
     if not off <= _TOLERANCE:
@@ -89,7 +89,8 @@ def _plain(layer: nn.Module) -> nn.Linear:
 
 
 @contextmanager
-def _without_float8(module: nn.Module) -> Iterator[None]:
+def without_float8(module: nn.Module) -> Iterator[None]:
+    """Multiply without float8 in this block."""
     layers = _float8_layers(module)
     for layer in layers:
         layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]

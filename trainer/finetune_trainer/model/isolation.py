@@ -2,12 +2,12 @@
 
 Called by `rank` on every rank once a strategy has wrapped the model: two passes without gradients
 over a few dozen tokens. Only the result is measured, so every cause of leaks between documents
-shows
-here: a mask built without positions, a state, a cache that a wrapper turned on.
+shows here: a mask built without positions, a state, a cache that a wrapper turned on. The passes
+run uncompiled and without float8, whose rounding alone exceeds the limits.
 """
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.families import without_packing
+from finetune_trainer.model.float8 import without_float8
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 
 LIMIT = 0.02  # the weakest known leak gives 0.057
@@ -119,22 +120,21 @@ def measure(
         rows.append((*_OTHERS, _LAST))
     generators = [device] if device.type == "cuda" else []
 
-    settings = base_of(module.model).config.get_text_config()
-    longest = max(sum(map(len, row)) for row in rows)
-    is_padded = config.training.compile and config.data.max_seq_len >= longest
-    full_width = config.data.max_seq_len if is_padded else None
+    vocabulary = base_of(module.model).config.get_text_config().vocab_size
 
-    def states_of(*rows: Row, width: int | None = full_width) -> Tensor:
-        batches = _batches(rows, config.training.micro_batch_size, width, settings.vocab_size)
-        return _last_documents(module, evaluate, batches, device)
+    def states_of(*rows: Row) -> Tensor:
+        return _last_documents(module, evaluate, _collate(rows, vocabulary), device)
 
-    with torch.random.fork_rng(generators), in_evaluation_mode(module):
+    with (
+        torch.random.fork_rng(generators),
+        in_evaluation_mode(module),
+        torch.compiler.set_stance("force_eager"),
+        without_float8(module) if config.training.float8 else nullcontext(),
+    ):
         states = states_of(*rows)
         gives_positions, module.gives_positions = module.gives_positions, False
         try:  # as in inference
-            known = getattr(settings, "max_position_embeddings", None) or math.inf
-            width = full_width if full_width and full_width <= known else None  # a table may end
-            states = torch.cat([states, states_of((_LAST,), width=width)])
+            states = torch.cat([states, states_of((_LAST,))])
         finally:
             module.gives_positions = gives_positions
     own, other_start, other_end = states[:3]
@@ -149,36 +149,23 @@ def measure(
 
 
 def _last_documents(
-    module: CausalLoss, evaluate: Evaluate, batches: Sequence[MicroBatch], device: torch.device
+    module: CausalLoss, evaluate: Evaluate, batch: MicroBatch, device: torch.device
 ) -> Tensor:
     """Return the head's input for the last document of each row: (rows, tokens, D), fp32."""
     with module.capture_head_inputs() as seen:
-        for batch in batches:
-            evaluate(loss_inputs(batch, device))
-    if len(seen) != len(batches):
+        evaluate(loss_inputs(batch, device))
+    if len(seen) != 1:
         raise TypeError("its head does not get hidden states exactly once per pass")
-    return torch.cat([states[0].float().view(-1, len(_LAST), states.shape[-1]) for states in seen])
+    (states,) = seen
+    return states[0].float().view(-1, len(_LAST), states.shape[-1])
 
 
-def _batches(
-    rows: Sequence[Row], micro_batch_size: int, width: int | None, vocabulary: int
-) -> list[MicroBatch]:
-    """Lay out all rows in one batch; with a `width`, each row in a batch of the training size.
-
-    Compiled layers would be recompiled for another size.
-    """
-    if width is None:
-        return [_collate(rows, max(sum(map(len, row)) for row in rows), vocabulary)]
-    filler: Row = ([],)
-    fillers = [filler] * (micro_batch_size - 1)
-    return [_collate([row, *fillers], width, vocabulary) for row in rows]
-
-
-def _collate(rows: Sequence[Row], width: int, vocabulary: int) -> MicroBatch:
-    """Return a batch (rows, width) in which every token of a row's last document has a target.
+def _collate(rows: Sequence[Row], vocabulary: int) -> MicroBatch:
+    """Return a batch, one row each, in which every token of a row's last document has a target.
 
     Token ids are from the middle of the vocabulary, because special tokens are at its ends.
     """
+    width = max(sum(map(len, row)) for row in rows)
     ids, positions, targets = [], [], []
     for documents in rows:
         places = [place for document in documents for place in document]

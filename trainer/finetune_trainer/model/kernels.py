@@ -18,6 +18,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import attention, flex
 
 _FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton need
+_NARROWEST_FLEX = 16  # head that Triton multiplies (torch 2.13, inductor/kernel/flex)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def choose_attention(
     of_card = None if card is None else _card_fault(dtype, card)
     faults = {
         Kernel.VARLEN: of_card or attention.fault(base, on_gpu=card is not None, compiles=compiles),
-        Kernel.FLEX: _flex_card_fault(dtype, card) or flex_fault(base),
+        Kernel.FLEX: _flex_card_fault(base, dtype, card) or flex_fault(base),
         Kernel.MODEL: None,
     }
     name = type(base).__name__
@@ -150,11 +151,13 @@ def _card_fault(dtype: torch.dtype, card: Card) -> str | None:
     return _too_old(card)
 
 
-def _flex_card_fault(dtype: torch.dtype, card: Card | None) -> str | None:
+def _flex_card_fault(base: Any, dtype: torch.dtype, card: Card | None) -> str | None:
     if card is None:
         return "torch has no gradients for it on a CPU"
     if dtype == torch.float64:
         return "it does not compute in fp64"
+    if (width := min(attention.head_widths(base), default=_NARROWEST_FLEX)) < _NARROWEST_FLEX:
+        return f"its heads are {width} wide, flex attention's at least {_NARROWEST_FLEX}"
     return _too_old(card) or (
         None if card.has_triton else "it needs the package triton, which is not installed"
     )

@@ -16,15 +16,14 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune_trainer.memory.peak import ELEMENTS_PER_PASS
 from finetune_trainer.model.compiler import reason_of
 from finetune_trainer.strategies.blockwise import Codebook, block_length, decode, encode
 from finetune_trainer.strategies.rounding import key_of, rounded
 
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
-# Elements per pass: on a GPU enough to occupy it (an fp32 buffer takes 64 MiB), on a CPU few enough
-# that the buffers stay in its cache.
-_ELEMENTS_PER_PASS = 2**24
+# On a CPU the buffers of a pass stay in its cache.
 _ELEMENTS_PER_PASS_ON_CPU = 2**18
 
 
@@ -209,7 +208,7 @@ def _pieces(
         for name, codebook in zip(("exp_avg", "exp_avg_sq"), codes, strict=True)
     ]
     start, device = _first_index(parameter) // width, weights.device
-    per_pass = (_ELEMENTS_PER_PASS if weights.is_cuda else _ELEMENTS_PER_PASS_ON_CPU) // width
+    per_pass = (ELEMENTS_PER_PASS if weights.is_cuda else _ELEMENTS_PER_PASS_ON_CPU) // width
     for low in range(0, len(weights), per_pass):
         part = slice(low, min(low + per_pass, len(weights)))
         rows = torch.arange(start + low, start + part.stop, dtype=torch.int32, device=device)
