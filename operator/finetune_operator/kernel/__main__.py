@@ -1,8 +1,8 @@
-"""`finetune-operator`, or `python -m finetune_operator.kernel`, which a signal ends from the start.
+"""Entry point of `finetune-operator` and of `python -m finetune_operator.kernel`.
 
-As PID 1 of a container a process without handlers ignores signals: Linux drops them, and the pod is
-killed only at the end of its grace period. So the handlers are set before the imports, which take a
-second.
+Signal handlers are set before the imports, which take a second. Without them Linux would drop
+signals to this process, because it is PID 1 of its container, and the pod would be killed only at
+the end of its grace period.
 """
 
 import os
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Exit at once: the process holds no Lease and has started no work yet."""
+    """Exit at once. The process does not hold the Lease and has not started any work yet."""
     os._exit(0)
 
 

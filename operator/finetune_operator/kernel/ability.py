@@ -1,9 +1,9 @@
-"""Checks whether this replica is able to work: its rights and the cluster's definitions.
+"""Checks that this replica can work: its account's permissions and the cluster's CRDs.
 
-Each replica checks itself, because a standby that may not use the Lease could not take over. The
-checks need few requests: a round at the start, after a refusal and at each resync interval, and
-every few seconds while a right is missing. The last result stays valid while the API server does
-not respond.
+Each replica checks itself, because a standby that may not use the Lease could not take over. A
+round of checks runs at the start, after a refused request and at each resync interval, and every
+few seconds while a permission is missing. The last result stays valid while the API server does not
+respond.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from finetune_operator.kube.resources import (
 log = logging.getLogger(__name__)
 
 _SOON_SECONDS = 3.0
-"""Time between two rounds while a right is missing, or before the first response."""
+"""Time between two rounds while a permission is missing, or before the first response."""
 
 _ROUND_SECONDS = 10.0
 """Timeout for a whole round; without it a hanging API server would go unreported."""
 
 _REPEAT_SECONDS = 600.0
-"""Time after which missing rights are reported again: Events expire after an hour."""
+"""Time after which missing permissions are reported again, because Events expire after an hour."""
 
 _UNKNOWN = "the API server has not reviewed the rights of this replica yet"
 
@@ -46,7 +46,8 @@ class Ability:
     """Finds and reports what prevents this replica from working.
 
     Args:
-        client: Sends the checks and posts Events about the own pod; must not depend on the Lease.
+        client: Sends the checks and posts Events about this replica's pod; must work without the
+            Lease.
         settings: Settings of the process.
 
     Attributes:
@@ -173,9 +174,9 @@ class Ability:
         return True
 
     async def _missing_for_jobs(self) -> list[Right]:
-        """Return a missing right if FineTuneJobs cannot be listed in any namespace.
+        """Return the missing permission if FineTuneJobs cannot be listed in any namespace.
 
-        A single refused namespace does not prevent the others from being served.
+        If only some namespaces are refused, the operator serves the others.
         """
         first = None
         for place in self._settings.namespaces or (None,):
@@ -198,7 +199,7 @@ class Ability:
             await self._post(fault)
 
     async def _post(self, fault: str) -> None:
-        """Post an Event about the own pod, where `kubectl describe` shows it."""
+        """Post an Event about this replica's pod, which `kubectl describe pod` shows."""
         settings = self._settings
         if not settings.pod_uid:
             return

@@ -1,8 +1,8 @@
 """Adoption of first attempts that operator 0.1.0 created before it recorded them in the status.
 
-Only needed for an upgrade from 0.1.0, which wrote the opening of attempt 1 up to 30 seconds after
-it had created the batch Job. Every later version writes the status first. Delete this module with
-the release after the next one.
+This is only needed for an upgrade from 0.1.0, which recorded attempt 1 in the status up to 30
+seconds after it had created the batch Job. Every later version writes the status first. Delete this
+module with the release after the next one.
 """
 
 import logging
@@ -24,8 +24,8 @@ class Adoption:
     """Searches for the unrecorded first attempt of each job, once per leader term.
 
     Args:
-        backends: Which find attempts by name.
-        index: Which plans jobs.
+        backends: Backends, which find attempts by name.
+        index: Index of the jobs, which plans them.
         now: The time, with a zone.
     """
 
@@ -35,10 +35,10 @@ class Adoption:
         self._now = now
 
     async def adopted(self, view: JobView) -> FineTuneJobStatus | None:
-        """Return the status that records attempt 1; None if the status lacks no attempt.
+        """Return the status with attempt 1 recorded; None if no attempt is missing in the status.
 
-        The search costs no request: 0.1.0 delayed the status only for backends that find attempts
-        in their cache.
+        The search does not send a request: 0.1.0 delayed the status only for backends that find
+        attempts in their cache.
 
         Raises:
             FineTuneError: The backend cannot search now.
@@ -63,7 +63,7 @@ def _with_first_attempt(
     since = found.since or now
     status = attempts.with_plan(job.status, plan) if plan else job.status
     status = attempts.open_next(status, since)
-    # The attempt runs the first spec: after a change of the spec 0.1.0 wrote the status.
+    # The attempt runs the first spec, because 0.1.0 wrote the status after each change of the spec.
     has_queue = bool(job.spec.queue)
     status = describe(status, starting(status.attempt), since, generation=1, has_queue=has_queue)
     return attempts.with_handle(status, found.handle)

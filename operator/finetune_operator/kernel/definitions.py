@@ -24,7 +24,7 @@ class CrdProblem:
     Attributes:
         message: Sentence about the problem.
         remedy: The command that fixes it.
-        is_older: Whether it exists and is older than this operator.
+        is_older: Whether the CRD exists and is older than this operator.
     """
 
     message: str

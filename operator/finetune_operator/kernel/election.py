@@ -1,8 +1,9 @@
 """Leader election by a Lease: one replica leads, the others wait.
 
 The election of kubernetes.aio is not used: it cannot create the Lease, ends on a refused
-connection, still leads while the API server hangs, and does not release. Time is the event loop's
-clock. Clocks of other replicas are never compared with it, only whether their renewal has changed.
+connection, continues to lead while the API server hangs, and does not release the Lease. All times
+are of the event loop's clock. They are never compared with times of another replica: a standby only
+watches whether the renewal time in the Lease changes.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from finetune_operator.kube.resources import LEASES, Object
 log = logging.getLogger(__name__)
 
 _STANDBY_SECONDS = 1.0
-"""Interval at which a standby reads the Lease: the longest delay of a takeover after expiry."""
+"""Interval at which a standby reads the Lease, and so the longest delay of a takeover after expiry.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,7 @@ class Election:
             await asyncio.sleep(wait)
 
     async def hold(self) -> None:
-        """Renew the Lease; return once this process no longer leads.
-
-        That is when no renewal has succeeded for the renew deadline.
-        """
+        """Renew the Lease; return once no renewal has succeeded for the renew deadline."""
         while True:
             await asyncio.sleep(min(self._options.renew_seconds, max(0.0, self.seconds_left())))
             if not self.is_leading:

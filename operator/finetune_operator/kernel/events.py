@@ -48,7 +48,7 @@ class JobEvent:
     Attributes:
         reason: One CamelCase word.
         message: One sentence.
-        subject: Identity of an Event that is posted once although its message may change.
+        subject: What identifies an Event whose message may change; it is still posted only once.
     """
 
     type: EventType

@@ -1,8 +1,8 @@
 """Deletion waits for the attempt; finished jobs expire by TTL.
 
-Called by `Reconciler`. A job whose attempts outlive it gets our finalizer, because no owner
-reference would end them. A deleted job without it gets status updates only while another finalizer
-blocks its deletion.
+Called by `Reconciler`. A job gets our finalizer if its attempts would outlive it, because no owner
+reference deletes them. A deleted job without our finalizer gets status updates only while another
+finalizer blocks its deletion.
 """
 
 import logging
@@ -25,14 +25,14 @@ from finetune_operator.reconcile.deleting import FOREGROUND, ORPHAN, decide_dele
 log = logging.getLogger(__name__)
 
 DELETION_SECONDS = 1.0
-"""Bound for a deletion that the API server has begun; it takes milliseconds."""
+"""Longest assumed duration of a deletion that the API server has begun; it takes milliseconds."""
 
 
 class Finalizer:
     """Adds and removes our finalizer, and deletes expired jobs.
 
     Args:
-        writer: Writes finalizers, deletions and the status meanwhile.
+        writer: Writes the status and finalizers, and deletes jobs.
         backends: Cancel attempts.
         observer: Searches for attempts that may exist although the status has no handle.
         actions: Records failures.
@@ -69,10 +69,10 @@ class Finalizer:
     def finalizer_settle_seconds(self, view: JobView) -> float:
         """Return how long the first attempt has to wait until our finalizer is sure to work.
 
-        A deletion that the API server began before the finalizer was added removes the job all the
-        same: the server has read it without one and does not read it again. An attempt that is
-        created after such deletions belongs to a job that stays until the attempt has ended. A new
-        leader waits again, because it does not know when the finalizer was added.
+        A deletion that the API server began before the finalizer was added still removes the job,
+        because the server does not read the job again. After this wait no such deletion is left, so
+        a job with an attempt stays until the attempt has ended. A new leader waits again, because
+        it does not know when the finalizer was added.
         """
         if view.status.attempt:
             return 0.0
@@ -141,7 +141,7 @@ class Finalizer:
     async def _observe(
         self, view: JobView
     ) -> tuple[JobView, Observation | None, FineTuneError | None]:
-        """Return the job with its last attempt, the observation, and the error that prevents it."""
+        """Return the job with its last attempt, and the observation or else the error."""
         try:
             last = await self._last_created(view)
         except FineTuneError as error:
@@ -168,7 +168,7 @@ class Finalizer:
         return view, decision
 
     async def _cancel(self, view: JobView, ref: AttemptRef, until: datetime) -> bool:
-        """Cancel the attempt; return whether its job may be deleted although the attempt may run.
+        """Cancel the attempt; return whether its job may be deleted even if the attempt still runs.
 
         Raises:
             FineTuneError: The backend has not accepted the cancel, or does not respond.
@@ -195,7 +195,7 @@ class Finalizer:
         return await self._events.post(view.metadata, event)
 
     async def _last_created(self, view: JobView) -> JobView:
-        """Return the job with its last attempt, also if the status has no handle of it.
+        """Return the job with its last attempt, even if the status lacks the attempt's handle.
 
         Raises:
             FineTuneError: It is unknown whether the attempt exists.

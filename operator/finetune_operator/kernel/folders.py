@@ -1,9 +1,9 @@
 """Arbitration of output folders: the first job that opens an attempt in a folder owns it.
 
-`Reconciler` asks before it opens an attempt. Of jobs that have opened none, the oldest goes first.
-The result follows from the jobs in the cache (`status.folders` records what an attempt was opened
-with), so a new process decides alike. A question costs no request, and as many steps as the folders
-are deep.
+`Reconciler` asks before it opens an attempt. Among jobs without an attempt, the oldest goes first.
+The result follows from the jobs in the cache, where `status.folders` records the folders of each
+attempt, so a new process decides in the same way. A lookup sends no request and takes one step per
+level of the path.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ class _Entry:
     """Folders of one job.
 
     Attributes:
-        view: The job as it was last in the cache.
+        view: Newest version of the job in the cache.
         folders: Folders that its spec names.
-        previous: Folders that its earlier specs named, while an attempt of such a spec may run.
-        has_opened: Whether the job has opened an attempt, or opens one right now.
+        previous: Folders of its earlier specs, while an attempt of one of them may still run.
+        has_opened: Whether the job has opened an attempt, or is opening its first one.
         contends: Whether the job may open its first attempt with its next reconcile.
         is_gone: Whether the job was deleted while its last attempt may still run.
     """
@@ -90,7 +90,7 @@ class FolderBook:
             self._update(key)
 
     def rejection(self, key: Key) -> Rejection | None:
-        """Return why a job may open no attempt now: another job owns a folder of it."""
+        """Return why a job may not open an attempt now, if another job owns one of its folders."""
         self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None
@@ -124,8 +124,8 @@ class FolderBook:
 
         Args:
             key: The reconciled job.
-            is_certain: Whether the cache has the job's status. After a write without a response an
-                attempt may be open that the cache does not show yet.
+            is_certain: Whether the cache has the newest status. After a write without a response it
+                may not show an open attempt yet.
         """
         self.catch_up()
         if is_certain:
@@ -137,7 +137,7 @@ class FolderBook:
                 self._release(key)
 
     async def has_live_writer(self, key: Key) -> bool:
-        """Whether an attempt of a job that was deleted still runs.
+        """Whether an attempt of a deleted job still runs.
 
         Raises:
             FineTuneError: The backend has not responded; try again.
@@ -198,7 +198,7 @@ class FolderBook:
         self._release(key)
 
     def _release(self, key: Key) -> None:
-        """Wake the jobs that wait for a job; the oldest goes first, in whatever order they run."""
+        """Wake the jobs that wait for a job; the oldest gets the folder, whichever runs first."""
         waiting = [waiter for waiter in self._waiting.pop(key, ()) if waiter in self._entries]
         for waiter in waiting:
             entry = self._entries[waiter]
@@ -208,18 +208,18 @@ class FolderBook:
             self._wake(waiter)
 
     def _claims(self, key: Key, folder: Written) -> bool:
-        """Whether a job owns a folder that its spec names, or is about to."""
+        """Whether a job owns, or is about to own, a folder that its spec names."""
         entry = self._entries[key]
         return entry.contends or self._owns(key, entry, folder)
 
     def _owns(self, key: Key, entry: _Entry, folder: Written) -> bool:
-        """Whether the job's attempts were opened with this folder, or one is right now."""
+        """Whether an attempt of the job was opened, or is being opened, with this folder."""
         opened_with = entry.status.folders
         is_recorded = not opened_with or folder.uri in opened_with
         return key in self._opening or (entry.has_opened and is_recorded)
 
     def _rank(self, key: Key, folder: Written) -> _Rank:
-        """Return the precedence of a job for a folder; the least rank owns it."""
+        """Return the rank of a job for a folder; the job with the lowest rank owns the folder."""
         entry = self._entries[key]
         metadata = entry.view.raw["metadata"]
         created, uid = metadata.get("creationTimestamp", ""), metadata["uid"]
@@ -228,7 +228,7 @@ class FolderBook:
         return (True, "", created, uid)
 
     def _may_outlive_job(self, entry: _Entry) -> bool:
-        """Whether the attempt of a job that is gone may still run, as far as is known."""
+        """Whether the attempt of a deleted job may still run; true if unknown."""
         is_free = self._backends.finds_from_cache(entry.view.backend)
         is_open = attempts.current(entry.status) is not None
         return bool(entry.has_opened and entry.folders and is_free and is_open)
@@ -262,7 +262,7 @@ def _spec_of(view: JobView) -> tuple[str, int]:
 
 
 def _may_open(view: JobView) -> bool:
-    """Whether the job may open its first attempt, or one with other folders, by itself."""
+    """Whether the job may open its first attempt, or one with other folders, unless a user acts."""
     if view.parsed is None or not view.is_ours or view.is_deleted:
         return False
     return not view.job.spec.suspend and not is_finished(view.status)

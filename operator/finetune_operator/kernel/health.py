@@ -1,7 +1,8 @@
 """Serves /healthz (the process is alive), /readyz (it is a working replica) and /metrics.
 
-A process is alive if the oldest key and every watch have moved within `stuck_seconds`. An outage of
-the API server does not count, because a restart of this process would not end it.
+The process counts as alive if the oldest key and every watch have made progress within
+`stuck_seconds`. An outage of the API server does not count, because a restart of this process would
+not end it.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ class Health:
         is_ready: Whether it is able to work, and is a standby or a leader with filled caches.
         unable: Why it is not able to work, each a sentence with the command that fixes it.
         queue: Number of keys that are queued or processed.
-        oldest_seconds: Time since the oldest of them has moved.
+        oldest_seconds: Time since the oldest key has made progress.
         backlog: Jobs that existed when it began to lead and have not been reconciled since.
         silent_seconds: Time since the last event or request of each watch.
-        refused: Kinds and namespaces that the API server refuses to show, with its message. Jobs
-            there are left alone, unless the kind is optional for their backend.
+        refused: Kinds and namespaces that the API server refuses to show, with its message. Their
+            jobs are left alone, unless the kind is optional for their backend.
         absent: Kinds that the API server does not serve, with its message; each is requested every
             two seconds.
         calls: Requests to the API server so far, by `VERB RESOURCE STATUS`.

@@ -1,8 +1,8 @@
 """Informer: keeps the cache of one kind filled by a LIST and then a watch.
 
-kopf's watches are not used for children: they parse and dispatch every pod of the cluster, and lose
-deletions across a list after missed events. Here the server selects by label, only a few fields are
-cached, and each list corrects the whole cache.
+kopf's watches are not used for children: they parse and dispatch every pod of the cluster, and when
+they list again after missed events they lose deletions. Here the server selects by label, only a
+few fields are cached, and each list corrects the whole cache.
 """
 
 import asyncio
@@ -43,14 +43,15 @@ class NotShown:
 class Informer:
     """Keeps one cache filled from one namespace, or from all.
 
-    A missing right (also in a deleted namespace) does not block the start: the informer counts
-    as synced, sets `forbidden` and retries; its cache stays unchanged.
+    A missing permission does not block the start, also in a deleted namespace: the informer counts
+    as synced, sets `forbidden` and retries. Its cache stays unchanged.
 
     Args:
         client: Sends the requests.
         watch: Kind, selector and cached fields.
         cache: The cache to fill.
-        wake: Called with the job of each changed object; with None for a kind without jobs.
+        wake: Called with the job of each changed object; with None if objects of the kind belong to
+            no job.
         on_missed_events: Called when a watch broke: events of any kind may be lost.
         namespace: The only namespace; None for all.
         backoff: Waits between two tries.
@@ -193,7 +194,8 @@ class Informer:
     def _apply(self, kind: str, obj: Object) -> None:
         self._version = obj["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
-            # Up to the previous bookmark: a write response may still be in flight.
+            # Forget versions up to the previous bookmark only: a response to a write may still be
+            # in flight.
             self._cache.forget_deletions(self._bookmark)
             self._bookmark = version_of(obj)
             return

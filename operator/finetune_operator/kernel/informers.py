@@ -13,7 +13,7 @@ Place = str | None
 
 
 class Informers:
-    """Every informer of one term.
+    """All informers of one leader term.
 
     Args:
         namespaces: Namespaces served; empty for all.

@@ -1,4 +1,4 @@
-"""Sources of events of FineTuneJobs, and the plain one: a list, then a watch.
+"""Sources of FineTuneJob events, and the source that lists and then watches without kopf.
 
 In a cluster the events come from kopf (`kopf_events.py`). `FollowedJobs` uses the operator's own
 client and needs no thread, no second loop and no import of kopf; `ftctl run` uses it.
@@ -50,8 +50,8 @@ class JobEvents(Protocol):
     def asked_at(self) -> float | None:
         """Return the time of the last request for FineTuneJobs; None before the first.
 
-        With several namespaces, the oldest of their last requests. The time is the loop's; a
-        request without a response counts, too.
+        With several namespaces it is the oldest of their last requests. The time is of the loop's
+        clock, and a request without a response counts, too.
         """
 
 

@@ -1,7 +1,7 @@
 """In-memory state of one job: everything that the kernel remembers besides the object itself.
 
 `JobIndex` creates a `JobMemory` with the first `JobView` of a uid and drops it when the job is
-finished or gone; each `JobView` refers to it. All of it can be rebuilt: after a restart the kernel
+finished or gone; each `JobView` refers to it. All of it can be lost: after a restart the kernel
 finds the handle by the attempt's name and counts failures from zero.
 """
 
@@ -22,14 +22,14 @@ class FailureStreak:
 
     Attributes:
         since: Time of the first failure; None after a success.
-        num_lasting: Failures that came `PATIENCE_SECONDS` or more after the first.
+        num_lasting: Number of failures at least `PATIENCE_SECONDS` after the first.
     """
 
     since: datetime | None = None
     num_lasting: int = 0
 
     def record(self, now: datetime) -> int:
-        """Count a failure and return `num_lasting`; 0 means that it may still pass by itself."""
+        """Count a failure and return `num_lasting`; 0 means that the failure may be temporary."""
         if self.since is None:
             self.since = now
         self.num_lasting += now - self.since >= timedelta(seconds=PATIENCE_SECONDS)
@@ -47,7 +47,7 @@ class JobMemory:
     Attributes:
         submitted: Number and handle of an attempt whose handle the status does not have yet.
         plan: Generation of the spec, and its plan.
-        reported_at: When a status with these reasons was last written; the newest few.
+        reported_at: Time of the last write of a status with these reasons, for the newest few.
         observing: Failures to observe the attempt.
         acting: Failures to create, cancel or collect the attempt.
         obstacle: The failure to report with the next observation.

@@ -36,7 +36,7 @@ class JobView:
         key: Namespace and name.
         raw: The object as the API server has it.
         parsed: The object as a model, with `status`; None if the spec cannot be parsed.
-        written: The status in `raw`; an empty one if it cannot be parsed.
+        written: The status in `raw`; an empty status if it cannot be parsed.
         status: `written` with the decisions and handles that are not written yet.
         memory: The in-memory state of the job.
         rejection: Why the spec cannot be parsed.
@@ -103,7 +103,7 @@ class JobView:
 
     @property
     def has_to_stop(self) -> bool:
-        """Whether the open attempt, if it exists, has to stop."""
+        """Whether the open attempt has to stop, if there is one."""
         is_ending = self.is_deleted or is_finished(self.status)
         return is_ending or self.job.spec.suspend or is_true(self.status, ConditionType.SUSPENDED)
 
@@ -183,7 +183,7 @@ class JobIndex:
         return self._find(view.key) is view.raw
 
     def is_new(self, key: Key) -> bool:
-        """Whether no status was written about the job yet."""
+        """Whether the job does not have a status yet."""
         raw = self._find(key)
         return raw is not None and not (raw.get("status") or {}).get("observedGeneration")
 
@@ -208,7 +208,8 @@ class JobIndex:
     async def validate(self, view: JobView) -> Plan | Rejection:
         """Return the plan if an attempt of the job may be opened, else the rejection.
 
-        The result depends on more than the spec: profiles and files may come and go.
+        The result may change while the spec does not, because profiles and files may be created or
+        deleted.
         """
         job = view.job
         found = [

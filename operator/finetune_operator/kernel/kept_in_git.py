@@ -1,4 +1,4 @@
-"""Warns about jobs that delete themselves and that a GitOps tool then creates again from Git.
+"""Warns about a job with a TTL that a GitOps tool would create again from Git after its deletion.
 
 The reconciler calls it once for each job, with the first attempt. Only an Event depends on it.
 """
@@ -25,7 +25,7 @@ def tool_of(metadata: Mapping[str, Any]) -> str | None:
 
 
 def recreation(metadata: Mapping[str, Any], job: FineTuneJob) -> JobEvent | None:
-    """Return the warning about a job that deletes itself and that a tool creates again."""
+    """Return the warning about a job with a TTL that a GitOps tool would create again."""
     seconds, tool = job.spec.ttl_seconds_after_finished, tool_of(metadata)
     if seconds is None or tool is None:
         return None

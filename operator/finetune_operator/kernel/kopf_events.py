@@ -1,7 +1,7 @@
 """Runs kopf, which forwards events of FineTuneJobs.
 
-kopf runs on a thread and event loop of its own, because at its end it cancels every task of its
-loop. It only reads: no annotation, no finalizer, no peering, no Event.
+kopf runs on its own thread and event loop, because at its end it cancels every task of its loop. It
+only reads: it writes no annotations, finalizers, peerings or Events.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _THREAD = "kopf"
 
 
 class KopfThread:
-    """Single run of `kopf.operator()`; `stop` ends it, another run needs another instance.
+    """One run of `kopf.operator()`, ended by `stop`; each run needs its own instance.
 
     Args:
         access: Cluster and credentials.
@@ -49,7 +49,7 @@ class KopfThread:
         self._tried_token: str | None = None
         places = options.namespaces or (None,)
         self._asked_at: dict[str, float | None] = dict.fromkeys(map(FINE_TUNE_JOBS.path, places))
-        self._due_at = math.inf  # deadline of its next request
+        self._due_at = math.inf  # deadline of kopf's next request
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
@@ -77,8 +77,8 @@ class KopfThread:
     def asked_at(self) -> float | None:
         """Return the time when the oldest running watch was started.
 
-        Events do not show that kopf lives, because none may occur. But each watch ends after a
-        minute and is followed by another request, also if the server does not respond.
+        Events cannot show that kopf is alive, because there may be none. But each watch ends after
+        a minute and is followed by another request, even if the server does not respond.
         """
         asked = [time for time in self._asked_at.values() if time is not None]
         return min(asked) if len(asked) == len(self._asked_at) else None
@@ -120,7 +120,7 @@ class KopfThread:
                 stop_flag=self._stop,
             )
         finally:
-            # A thread of kopf's waits for this flag, and the process waits for that thread.
+            # One of kopf's threads waits for this flag, and the process waits for that thread.
             self._stop.set()
             for session in self._sessions:
                 await session.close()
@@ -235,7 +235,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
 
 
 def join_threads(seconds: float) -> None:
-    """Wait for the end of stopped threads, at most that long for each."""
+    """Wait for the end of stopped threads, for at most this time each."""
     for thread in threading.enumerate():
         if thread.name == _THREAD:
             thread.join(seconds)

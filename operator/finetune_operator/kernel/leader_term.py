@@ -1,6 +1,6 @@
 """A leader term: caches, watches, queue and workers, from the first list to the end.
 
-Everything is created again for each term, so no state of an earlier term is used.
+All objects are created again for each term, so that no state of an earlier term is used.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.25
-_SPARE_WORKERS = 4  # for other backends while one keeps all its workers busy
-_LASTING_SECONDS = 60.0  # a longer run has not failed at its start
-# The longest wait and the settling after it keep recovery after an outage within 15 s.
+_SPARE_WORKERS = 4  # for other backends while one backend keeps its whole share of workers busy
+_LASTING_SECONDS = 60.0  # a run that lasted longer did not fail at its start
+# With this longest wait, recovery after an outage takes at most 15 s.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 
 
@@ -178,8 +178,8 @@ class LeaderTerm:
     def _silence_of_jobs(self) -> float:
         """Return the time since the last watch or list of FineTuneJobs was requested.
 
-        The time continues when the source of events is replaced. While the kind is not served, only
-        lists request it.
+        The time continues to run when the source of events is replaced. While the API server does
+        not serve the kind, only lists request it.
         """
         asked = self._events.asked_at() if self._events else None
         if asked is None and self._resync.absent():
@@ -198,7 +198,7 @@ class LeaderTerm:
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.warning("reconcile failed", extra=_failure(key, error, wait))
             except Exception as error:
-                # A fault of ours in one job must not end the work on all others.
+                # A bug that one job triggers must not end the work on the others.
                 wait = self._queue.add_rate_limited(key)
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.exception(
@@ -251,7 +251,7 @@ class LeaderTerm:
         if changed:
             self._queue.add(key_of(trimmed))
         if kind is None and self._is_synced:
-            # kopf lists after missed events, without the deletions among them.
+            # After missed events kopf lists again, which does not show deletions.
             self._resync.missed_events.set()
 
     def _backend_of(self, key: Key) -> str:

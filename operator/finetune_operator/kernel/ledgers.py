@@ -1,7 +1,7 @@
 """Time ledgers of the jobs of a leader term, and the fleet metrics derived from them.
 
 `Observer` passes observations of attempts, `StatusWriter` decided and written statuses. A ledger is
-saved with each written status and never causes a write of its own.
+saved with each written status and never causes a write by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ class LedgerBook:
     def note_written(
         self, view: JobView, before: FineTuneJobStatus, after: FineTuneJobStatus
     ) -> None:
-        """Count the events that a written status reports first: exactly one leader has written it.
+        """Count the events that this written status reports first; only one leader writes it.
 
         Args:
             view: The job.
@@ -165,7 +165,7 @@ class LedgerBook:
         return entry
 
     def _new_entry(self, view: JobView) -> _Entry:
-        """Return the ledger that the status of a job has."""
+        """Return the ledger in the status of a job."""
         created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
         gpus = view.written.nodes.ready * _gpus_per_node(view.raw)
         return _Entry(view.raw, view.uid, restored(view.written, created, gpus, self._now()))

@@ -12,7 +12,7 @@ from finetune_operator.kernel.settings import LogFormat, LogLevel
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _LEVELS = {
     "kopf": logging.WARNING,
-    "kopf._core.reactor.running": logging.ERROR,  # warns that a thread hears no signals
+    "kopf._core.reactor.running": logging.ERROR,  # warns that its thread cannot handle signals
     "aiohttp.access": logging.WARNING,
     "asyncio": logging.WARNING,
 }

@@ -3,10 +3,10 @@
 Handlers and informers add keys, workers get them. A key that is added while a worker processes it
 is queued again afterwards; a key that is added right after its reconcile is queued after a short
 delay, because one change of a gang causes many events. An urgent key overtakes keys that were added
-up to HEAD_START_SECONDS before it, so the wait of either kind has a bound. Keys of one group, such
-as the jobs of a backend, get at most their share of the workers; other keys overtake keys that wait
-for it. The queue lives on one event loop and uses its clock. The verbs are named as those
-of client-go's work queue.
+up to HEAD_START_SECONDS before it, so neither kind waits without a bound. Keys of one group, such
+as the jobs of a backend, get at most their share of the workers; meanwhile keys of other groups
+overtake them. The queue belongs to one event loop and uses its clock. Its methods are named as
+those of client-go's work queue.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class _Group:
     Attributes:
         urgent: Urgent keys and when each was queued, in the order of processing.
         ready: All other queued keys, likewise.
-        taken: Keys in the hands of a worker, and since when.
-        open_since: When the group last had its whole share of the workers.
+        taken: Keys that workers process, and since when.
+        open_since: Time when the group last used its whole share of the workers.
     """
 
     urgent: dict[Key, float] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class WorkQueue:
     def oldest_seconds(self) -> float:
         """Age of the oldest queued or processed key; 0 if the queue is empty.
 
-        The time that a key waits while its group has its whole share does not count.
+        Time that a key waits while its group uses its whole share does not count.
         """
         now = self._loop.time()
         since = [now]
@@ -179,8 +179,8 @@ class WorkQueue:
     def add_rate_limited(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Return a key after a failure; return the delay before its retry.
 
-        Events that came meanwhile wait with it, because the failed reconcile may have caused them.
-        A later event queues the key at once, unless the delay requested by the API server runs.
+        Events during the failed reconcile do not shorten the delay, because it may have caused
+        them. A later event queues the key at once, unless the API server has requested the delay.
 
         Args:
             key: The processed key.
@@ -224,7 +224,7 @@ class WorkQueue:
         return key, group
 
     def _call_worker(self) -> None:
-        """Wake one worker; a future that is done belongs to a cancelled worker."""
+        """Wake one worker; skip futures that are done, which belong to cancelled workers."""
         while self._idle:
             turn = self._idle.popleft()
             if not turn.done():

@@ -3,9 +3,9 @@
 Called by the workers, for one key at a time. Never blocks; all in-memory state can be rebuilt, so
 the next reconcile resumes after a crash at any point.
 
-Two rules make that safe. The status opens an attempt before any child of it is created. And the
-names of children follow from the job and the attempt's number, so creating them again adopts them.
-Whatever else the status lacks is observed again and written later.
+Two rules make that safe. An attempt is recorded as open in the status before any of its children is
+created. And the names of children follow from the job and the attempt's number, so creating them
+again adopts them. All other facts are observed again and written later.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 FIRST_OBSERVATION_SECONDS = 1.5
 """Delay before a created attempt is observed, if no event of it comes earlier."""
-_NOT_SHOWN_SECONDS = 30.0  # an API server that starts may refuse for a moment what it allows then
+_NOT_SHOWN_SECONDS = 30.0  # a starting API server may refuse requests for a moment
 
 
 class Reconciler:
@@ -71,7 +71,8 @@ class Reconciler:
         backends: Run attempts.
         events: Posts Events.
         now: The time, with a zone.
-        not_shown: Returns why a backend's attempts in a namespace are hidden; by both names.
+        not_shown: Returns why a backend's attempts are hidden, given the names of backend and
+            namespace.
         wake: Requeues a job that a folder conflict may no longer block.
         ledgers: Time ledgers of the jobs.
     """
@@ -128,7 +129,7 @@ class Reconciler:
         view = self._index.get(key)
         if view is None:
             if await self._folders.has_live_writer(key):
-                return Result(RECHECK_SECONDS)  # or when its pods go
+                return Result(RECHECK_SECONDS)  # or when its pods are deleted
             self._ledgers.remove(key)
             return NEVER
         if not view.is_ours:
@@ -207,7 +208,7 @@ class Reconciler:
         return self._folders.rejection(view.key) or validated
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
-        """Write the status that opens the attempt, unless it was written before; then submit."""
+        """Write the status with the attempt opened, unless that was done before; then submit."""
         if status != view.status:
             needs_finalizer = self._backends.needs_finalizer(view.backend)
             if needs_finalizer and (left := self._finalizer.finalizer_settle_seconds(view)):
@@ -234,7 +235,7 @@ class Reconciler:
         return Result(FIRST_OBSERVATION_SECONDS)
 
     async def _give_up(self, view: JobView) -> Result:
-        """Fail a job whose attempt missed its deadline, once it can no longer be created."""
+        """Fail a job whose attempt missed its deadline, once its creation is ruled out."""
         if self._backends.of(view.job).backend.limits.late_submit:
             stopped, _ = attempts.stop(view.status, 0.0, self._now())  # forbids another submit
             view, _ = await self._writer.report(view, stopped)
@@ -250,7 +251,7 @@ class Reconciler:
         return AT_ONCE
 
     async def _report_failure(self, view: JobView, failed: SubmitFailed) -> Result:
-        """Report why the open attempt cannot be created, or fail its job for that."""
+        """Report why the open attempt cannot be created, or fail its job for that reason."""
         decision = decide(view.job, failed, self._now(), self._index.plan(view))
         if decision.status == view.status:
             return _requeue(decision)

@@ -1,7 +1,8 @@
 """Resync: lists all FineTuneJobs at the start, after missed events, and at an interval.
 
-Lists correct the cache that kopf's events fill. A namespace that the API server refuses to list
-(because its Role is gone) does not block other namespaces. It is retried, and its jobs stay cached.
+Lists correct the cache that kopf's events fill. If the API server refuses the list of one
+namespace, for example because its Role is gone, the others are listed, the refused list is retried,
+and its jobs stay cached.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Checks the rights of this process's account, and builds the commands that grant missing ones.
+"""Checks the permissions of this process's account, and builds commands that grant missing ones.
 
 Every account may review its own access (`system:basic-user`). If the API server refuses such a
-review, the right counts as granted: the requests that need it will show whether it is.
+review, the permission counts as granted, because requests that need it will show whether it is.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Rights:
         self._account = ""
 
     async def missing(self, right: Right) -> Right | None:
-        """Return the denied part of a right; None if all of it is granted.
+        """Return the denied part of a permission; None if the whole permission is granted.
 
         Raises:
             ApiError: The API server has not responded.
@@ -67,7 +67,7 @@ class Rights:
         return replace(right, verbs=denied) if denied else None
 
     async def account(self) -> str:
-        """Return the account's name, as bindings spell it; empty if it cannot be found out.
+        """Return the account's name as in a RoleBinding; empty if it is unknown.
 
         Raises:
             ApiError: The API server has not responded.
@@ -93,7 +93,7 @@ class Rights:
 
 
 async def own_name(client: KubeClient) -> str:
-    """Return the user name that the API server knows the caller by."""
+    """Return the caller's user name at the API server."""
     created = await client.create(SELF_REVIEWS, {"metadata": {}})
     return str(created["status"]["userInfo"]["username"])
 
@@ -141,10 +141,10 @@ async def review_access(
 
 
 def command_for(right: Right, account: str) -> str:
-    """Return the command by which an administrator grants a right.
+    """Return the command with which an administrator grants a permission.
 
     Args:
-        right: The missing right.
+        right: The missing permission.
         account: Name of the account that lacks it; empty if unknown.
     """
     kind = "role" if right.namespace else "clusterrole"

@@ -91,13 +91,13 @@ async def operate(
     access = await load_access(settings.kubeconfig)
     process = _Process(settings, make_term, counts)
     client = HttpClient(access, process.client_options())
-    # Checks and Events about the own pod do not depend on the Lease.
+    # Checks, and Events about this replica's pod, do not depend on the Lease.
     own = HttpClient(access, replace(client.options, connections=4, seconds_to_write=None))
     own.calls = client.calls
     async with client, own, process.health_server() as health:
         log.info("started", extra={"version": __version__, "health_port": health.port})
         await process.run(client, Ability(own, settings), stop)
-    # After the Lease is released. A thread that outlives the interpreter's end could crash it.
+    # The Lease is released first. A thread that outlives the interpreter could crash the process.
     await asyncio.to_thread(join_threads, _JOIN_SECONDS)
     log.info("ended")
 
@@ -136,7 +136,7 @@ class _Process:
         )
 
     async def run(self, client: KubeClient, ability: Ability, stop: asyncio.Event) -> None:
-        """Lead as often and as long as the Lease and the CRDs allow, until `stop` is set."""
+        """Lead while this process holds the Lease and the CRDs are current, until `stop` is set."""
         self._calls, self._ability = client.calls, ability
         campaign = self._campaign if self._settings.leader_election else self._work_alone
         await _first_of(ability.run(), campaign(client, ability, stop))

@@ -1,10 +1,10 @@
-"""Writes the status of a job: which changes are worth a write, when, and the Events of each.
+"""Decides which changes of a job's status are written and when, and writes them with their Events.
 
 A job may cost two status patches until it is Running: one when its attempt is opened, before any
-child is created, and one when it trains. So a change that no user waits for (the handle of an
-attempt that can be found by name, progress before the first step) is written with the next change
-that matters. Three bounded delays save patches: "all nodes run" and the handle wait for "the
-attempt trains", and an obstacle whose wording changes often is reported at intervals.
+child is created, and one when it trains. A change that no user waits for, such as progress before
+the first step, is therefore written with the next change that matters. The handle of the attempt
+and the report that all nodes run wait, for a limited time, for the report that the attempt trains.
+An obstacle whose message changes often is reported at intervals.
 """
 
 import logging
@@ -36,7 +36,7 @@ _COMPARED_SEPARATELY = frozenset(
 )
 # Most attempts train within this time of their opening, so one patch reports both.
 _NODES_SECONDS = 15.0
-# Bounds how late the Event AttemptCreated comes, and how long a crash loses the digest.
+# Longest delay of the Event AttemptCreated, and longest time without the digest in the status.
 _HANDLE_SECONDS = 30.0
 _WORDS_SECONDS = 15.0
 _MAX_REASONS = 4
@@ -173,10 +173,10 @@ class StatusWriter:
             del times[reasons]
 
     def _words_left(self, view: JobView, new: FineTuneJobStatus) -> float:
-        """Return how long a status may wait that repeats recently written reasons in other words.
+        """Return the longest delay of a status whose reasons were written recently.
 
-        A scheduler rewords what it lacks with each node that joins, and two stuck pods are reported
-        in turn.
+        The messages may differ: a scheduler changes its message with each node that joins, and two
+        stuck pods may be reported in turn.
         """
         written_at = view.memory.reported_at.get(_reasons(new))
         if written_at is None or _has_no_obstacle(new):
@@ -187,7 +187,7 @@ class StatusWriter:
 
 
 def nodes_left(saved: FineTuneJobStatus, new: FineTuneJobStatus, now: datetime) -> float:
-    """Return how long a status may wait that only reports how many nodes run.
+    """Return the longest delay of a status that only reports how many nodes run.
 
     Args:
         saved: The status that the API server has.
@@ -213,8 +213,8 @@ def is_worth_writing(
     Args:
         saved: The status that the API server has.
         new: The status that was decided.
-        with_handle: Whether a new handle is worth a write, because the attempt's name does not lead
-            to it.
+        with_handle: Whether a new handle is worth a write, because it cannot be found by the
+            attempt's name.
     """
     return _essence(saved, with_handle) != _essence(new, with_handle)
 
@@ -250,7 +250,7 @@ def _gist(condition: Condition) -> tuple[object, ...]:
 
 
 def _seconds_left(status: FineTuneJobStatus, seconds: float, now: datetime) -> float:
-    """Return the rest of a time that begins when the open attempt was opened; 0 without one."""
+    """Return the time left of a period that began with the open attempt; 0 without an attempt."""
     opened = attempts.current(status)
     if opened is None or opened.start_time is None:
         return 0.0

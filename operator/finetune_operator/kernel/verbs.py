@@ -1,6 +1,6 @@
 """Calls the verbs of a job's backend: find, observe, submit, cancel, collect.
 
-A failure that lasts is reported in the status; the call is retried.
+A failed call is retried, and a failure that lasts is reported in the status.
 """
 
 import logging
@@ -40,10 +40,10 @@ from finetune_operator.reconcile.decide import (
 log = logging.getLogger(__name__)
 
 OBSERVE_AGAIN_SECONDS = 1.0
-"""Wait before an attempt that could not be observed is observed again."""
+"""Delay before a failed observation of an attempt is repeated."""
 
 _BACKOFF = Backoff(2 * OBSERVE_AGAIN_SECONDS, 30.0)
-_LATE_SUBMIT_SECONDS = 5.0  # between searches for an attempt that may yet appear
+_LATE_SUBMIT_SECONDS = 5.0  # between searches for an attempt that may still be created
 _ABSENT = Observation(AttemptPhase.UNKNOWN, all_gone=True, message="it was never created")
 
 _STAYS = (
@@ -75,8 +75,8 @@ class Observer:
     async def find_unrecorded(self, view: JobView) -> JobView:
         """Return the job with the handle of its open attempt, if the status lacks the handle.
 
-        If the search costs requests, only an attempt that is to stop is searched for: creating any
-        other again adopts it.
+        If the search needs requests, only an attempt that has to stop is searched for. Any other
+        attempt is created again, which adopts it.
 
         Raises:
             FineTuneError: It is unknown whether the attempt exists.
@@ -88,7 +88,7 @@ class Observer:
         return view
 
     async def find(self, view: JobView) -> JobView:
-        """Return the job with the handle of its open attempt, if that exists under its name.
+        """Return the job with the handle of its open attempt, if an attempt of its name exists.
 
         Raises:
             FineTuneError: It is unknown whether the attempt exists.
@@ -132,16 +132,16 @@ class Observer:
         return seen
 
     def observe_absent(self, view: JobView) -> Observation:
-        """Return the observation of an attempt that is to stop and is not found by its name.
+        """Return the observation of an attempt that has to stop and is not found by its name.
 
-        After a submit without a response the attempt counts as gone only once that request can no
+        If its submit got no response, the attempt counts as gone only once that request can no
         longer take effect.
         """
         attempt, limits = view.attempt, self._backends.get(view.backend).backend.limits
         if attempt is None or not limits.late_submit:
             return _ABSENT
         left = limits.late_submit + limits.submit
-        if attempt.stop_deadline is not None:  # no submit follows a written deadline
+        if attempt.stop_deadline is not None:  # nothing is submitted after the deadline was written
             left -= (self._now() - parse_rfc3339(attempt.stop_deadline)).total_seconds()
         if left <= 0:
             return _ABSENT
@@ -150,7 +150,7 @@ class Observer:
 
 
 class Actions:
-    """Acts on attempts, and reports what fails for a while.
+    """Acts on attempts, and reports failures that last.
 
     Args:
         backends: Backends of the jobs.
@@ -168,7 +168,7 @@ class Actions:
         self._now = now
 
     async def create(self, view: JobView, number: int) -> Handle:
-        """Create the attempt of that number."""
+        """Create the attempt with this number."""
         view.memory.forget_failures()  # recorded failures belong to the previous attempt
         plan = self._index.plan(view)
         if isinstance(plan, Rejection):
@@ -202,10 +202,10 @@ class Actions:
         return status.model_copy(update={"artifacts": list(uris)[:_MAX_ARTIFACTS]})
 
     async def cancel(self, view: JobView, decision: Decision, seen: Observation | None) -> bool:
-        """Cancel the attempt if that was decided; return whether all of it is gone already.
+        """Cancel the attempt if that was decided; return whether all its parts are already gone.
 
-        No event would report that: the backend has put the responses to its own requests into its
-        cache, which the same objects from the watch do not change.
+        No event reports that: the backend caches the responses to its requests, so the same objects
+        from the watch change nothing.
         """
         ref, order = view.ref, decision.action(Cancel)
         if ref is None or seen is None or order is None:
@@ -218,7 +218,7 @@ class Actions:
     async def _reported(
         self, view: JobView, seen: Observation, problem: str, call: Awaitable[T]
     ) -> T:
-        """Await a call of the backend; report in the status that it fails, if that lasts.
+        """Await a call of the backend; report its failure in the status if the failure lasts.
 
         Raises:
             FineTuneError: The call has failed.

@@ -1,1 +1,1 @@
-"""Decide what happens to a job next: pure functions, one policy a file."""
+"""Decide the next actions for a job: pure functions, one policy per file."""

@@ -1,4 +1,4 @@
-"""The attempts in a status: opened, closed, counted, delayed by backoff, and their reports.
+"""Opens, closes, counts and delays the attempts in a status, and records their reports.
 
 At most one attempt is open. It is the newest, and attempt numbers only grow.
 """
@@ -49,8 +49,8 @@ def current(status: FineTuneJobStatus) -> AttemptStatus | None:
 def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
     """Return the status with the next attempt opened; the caller submits it later.
 
-    An attempt that is already open was never created. It is reopened: its time counts from now, and
-    an earlier deadline for its stop is dropped.
+    If an attempt is already open, it was never created. It is reopened: its time counts from now,
+    and an earlier deadline for its stop is dropped.
     """
     if current(status) is not None:
         return change_current(status, start_time=rfc3339(now), stop_deadline=None)
@@ -70,7 +70,7 @@ def open_next(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
 def stop(
     status: FineTuneJobStatus, grace_seconds: float, now: datetime
 ) -> tuple[FineTuneJobStatus, datetime]:
-    """Return the status with the time at which the open attempt is killed, and that time.
+    """Return the status with the time at which the open attempt is killed, and the time itself.
 
     The grace period counts from the first request to stop; a later request can only shorten it.
     """
@@ -118,7 +118,7 @@ def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobSt
 
 
 def with_facts(status: FineTuneJobStatus, seen: Observation) -> FineTuneJobStatus:
-    """Return the status with the open attempt's number of running nodes and of disruptions."""
+    """Return the status with the open attempt's numbers of running nodes and of disruptions."""
     if seen.nodes_ready != status.nodes.ready:
         ready = status.nodes.model_copy(update={"ready": seen.nodes_ready})
         status = status.model_copy(update={"nodes": ready})
@@ -196,8 +196,8 @@ def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime
 def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
     """Return the status of a failed job as resumable, with a new restart budget.
 
-    Only a user who runs the job again causes this; `decide` never does. The next attempt has the
-    next number, and deadlines count from now.
+    Called only when a user runs the job again, never by `decide`. The next attempt has the next
+    number, and deadlines count from now.
     """
     removed = {ConditionType.FAILED, ConditionType.SUSPENDED}
     conditions: Sequence[Condition] = [c for c in status.conditions if c.type not in removed]

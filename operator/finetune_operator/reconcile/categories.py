@@ -14,7 +14,7 @@ from finetune_operator.reconcile.conditions import (
 
 
 class Category(StrEnum):
-    """The category of a moment of a job; each moment has exactly one."""
+    """Category of time; each moment of a job belongs to exactly one."""
 
     QUEUED = "queued"
     PROVISIONING = "provisioning"
@@ -34,8 +34,8 @@ def category_of(status: FineTuneJobStatus) -> Category | None:
     """Return the category of an unfinished job by its status.
 
     Returns:
-        The category. None if the report of rank 0 decides: the attempt trains, or is being stopped
-        after it has trained.
+        The category. None if the report of rank 0 decides, because the attempt trains or is being
+        stopped after training.
     """
     if attempts.current(status) is None:
         return _between_attempts(status)

@@ -86,7 +86,7 @@ class _Row:
 
 
 _T = ConditionType
-# Types that a row omits are unchanged: while a job is being stopped its processes still run, and
+# Types that a row omits are unchanged. While a job is being stopped its processes still run, so
 # `Running` changes only once they are known to be gone.
 _TABLE: Mapping[Stage, _Row] = {
     Stage.STARTING: _Row(
@@ -199,13 +199,13 @@ class Situation:
 
     Attributes:
         reason: A CamelCase word: a `Reason`, or a failure class of the trainer.
-        message: A sentence that must not depend on the time: every reconcile would rewrite it.
-        exists: Whether the attempt was observed. Unless `reason` is Queued, the queue has then
-            admitted it.
-        meanwhile: What the attempt does until then; appended to the message of Ready and
+        message: A sentence that must not depend on the time, because every reconcile would rewrite
+            it.
+        exists: Whether the attempt was observed. If so, a queue has admitted it, unless `reason` is
+            Queued.
+        meanwhile: State of the attempt in this stage; appended to the messages of Ready and
             Reconciling.
-        obstacle: The obstacle to the attempt; an obstacle that stalls the job sets Stalled in any
-            stage.
+        obstacle: The obstacle to the attempt. If it stalls the job, Stalled is set in any stage.
         suspended: Message of Suspended for a job that remains suspended in a stage without it.
     """
 

@@ -1,9 +1,9 @@
 """Decide the next actions for a job: a pure function of the resource, observation and time.
 
-The kernel calls `decide`, which has no effect by itself: the kernel saves `Decision.status`, then
-executes the actions. A crash between the two is harmless: an attempt is opened in the status before
-it is submitted, submitting is idempotent, and `Cancel` and `Collect` are decided again until they
-have taken effect. The course of a running attempt is decided in `during`.
+`decide` has no side effects: the kernel calls it, saves `Decision.status`, then executes the
+actions. A crash between the two is harmless: an attempt is opened in the status before it is
+submitted, submitting is idempotent, and `Cancel` and `Collect` are decided again until they have
+taken effect. The course of a running attempt is decided in `during`.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ RECHECK_SECONDS = 30.0
 """Interval of checks whether the cause that prevents a start is fixed."""
 
 PATIENCE_SECONDS = 5.0
-"""Failures to create an attempt that may be temporary are reported after this time."""
+"""Failures to create an attempt are reported after this time, because they may be temporary."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ Seen = Observation | SubmitFailed | None
 
 @dataclass(frozen=True)
 class Rejection:
-    """The reason why the job in its current form allows no attempt; given instead of its plan.
+    """Why the job in its current form does not allow an attempt; given instead of its plan.
 
     Attributes:
         reason: A CamelCase word for the condition Accepted.
@@ -158,8 +158,8 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
         job: The resource with its status.
         seen: Observation of its open attempt, or the failure of the last try to create it.
         now: Time with a zone.
-        plan: The plan of the job, or why it allows no attempt now. Only opening an attempt depends
-            on it: an open attempt continues as planned.
+        plan: The plan of the job, or why it does not allow an attempt now. Only the opening of an
+            attempt depends on it; an open attempt continues as planned.
     """
     view = _View(job.spec, job.metadata.generation, job.status, now, plan)
     status, attempt = job.status, attempts.current(job.status)
@@ -196,7 +196,7 @@ def unreconcilable(
     generation: int,
     until: str = "the spec can be read",
 ) -> FineTuneJobStatus:
-    """Return the status of a job that cannot be reconciled: unreadable, or not observable.
+    """Return the status of a job that cannot be read, or whose attempt cannot be observed.
 
     An open attempt is described by its last observation, unless the job was suspended before.
 
@@ -223,8 +223,8 @@ def unreconcilable(
 def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     """Suspend, fail, wait, or open the next attempt of a job without a running attempt.
 
-    An attempt that was opened but never created remains open, because its creation may still be
-    executed: by its number it can be found and stopped.
+    An attempt that was opened but never created remains open, because the request to create it may
+    still take effect. Its number is needed to find and stop it.
     """
     status = status.model_copy(update={"nodes": _without_nodes(status)})
     if isinstance(view.plan, Rejection):
@@ -276,8 +276,8 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     if (reason := during.ending_for(view.before)) is not None:
         return _fail(view, status, *reason)
     if view.spec.suspend or is_suspending(view.before):
-        # The end of an attempt after a request to stop is not a failure of the job, unless the
-        # failure is permanent.
+        # An attempt that ends after a request to stop does not fail the job, unless its failure is
+        # permanent.
         if termination.failure_class in failures.PERMANENT:
             return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)

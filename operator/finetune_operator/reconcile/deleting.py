@@ -1,6 +1,6 @@
 """Decide the next actions for a job that is being deleted: stop its attempt, describe the deletion.
 
-Pure, and called instead of `decide`: no further attempt follows.
+Pure. Called instead of `decide`, because no further attempt follows.
 """
 
 from collections.abc import Sequence

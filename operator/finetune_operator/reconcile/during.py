@@ -1,7 +1,7 @@
-"""The open attempt: deadlines, its next course, and the description of both. Pure.
+"""Decides the course and the deadlines of the open attempt, and describes them. Pure.
 
-`decide` calls it for an attempt with processes, possible processes included, and for the deadlines
-of an attempt that is not created yet.
+`decide` calls it for an attempt that has or may have processes, and for the deadlines of an attempt
+that is not created yet.
 """
 
 from dataclasses import dataclass, replace
@@ -156,8 +156,8 @@ def _watching(
 def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
     """Whether the attempt has begun to train, by the last report of rank 0.
 
-    Without a report the last known state counts: rank 0 may be the first rank to exit, and an
-    operator that has just started has not received a report yet.
+    Without a report the last known state counts, because rank 0 may be the first rank to exit, and
+    an operator that has just started has not received a report yet.
     """
     if observation.is_training is not None:
         return observation.is_training
@@ -262,7 +262,7 @@ def _pending_deadline(
 
 
 def _waiting_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
-    """Return since when the attempt waits for resources, which it may have had and lost.
+    """Return since when the attempt waits for resources; it may have lost them after its start.
 
     The result is `now` if the attempt has had its resources, or was queued, until now.
     """

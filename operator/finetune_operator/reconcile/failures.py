@@ -1,6 +1,7 @@
 """The failure class of an attempt, and the action of the restart policy.
 
-`decide` calls it. Time, backends and budgets have no influence here (budgets are in `attempts`).
+`decide` calls it. The result does not depend on time, backends or restart budgets, which `attempts`
+counts.
 """
 
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
@@ -69,7 +70,7 @@ def classify(reported: Termination) -> FailureClass:
 
 
 def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
-    """Return the action after a failure: of the first rule that matches, else of its class.
+    """Return the action after a failure: of the first matching rule, else of its class.
 
     By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption causes a
     free restart, and any other class a counted restart. A rule of the user takes precedence,

@@ -2,8 +2,8 @@
 
 `kernel/ledgers.py` calls it on each observation of a job. Time is accounted up to a change that the
 operator has seen, or up to the last report of rank 0. The time since then belongs to the current
-category. So the sum always equals the age of the job, and a saved ledger that another operator
-restores later is complete.
+category. The sum therefore always equals the age of the job, also after another operator restores a
+saved ledger.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class Ledger:
     Attributes:
         created: Creation time of the job.
         time: Accounted milliseconds.
-        gpu_time: Accounted milliseconds times the GPUs of the nodes that ran.
+        gpu_time: Accounted milliseconds multiplied by the GPUs of the nodes that ran.
         running: Category of the time since then.
         is_reported: Whether `running` is from rank 0, which will account for that time.
         gpus: GPUs of the running nodes.
@@ -84,11 +84,12 @@ class Ledger:
         heard: The last report whose account the ledger includes.
         highest_step: Highest step of any attempt.
         first_step: Milliseconds from creation to the first step; None before it.
-        lost_at: Age of the job at the loss of ranks that it is recovering from, in milliseconds.
+        lost_at: Age of the job in milliseconds when it lost the ranks from whose loss it is
+            recovering.
         recovery: Milliseconds from the last loss of ranks until they trained again.
         recoveries: Number of recoveries.
         attempt: The newest attempt that was observed open.
-        restarts: Number of attempts that were followed by another, by failure class.
+        restarts: Number of attempts that a further attempt followed, by failure class.
         is_closed: Whether the job is finished, and no time is added.
     """
 

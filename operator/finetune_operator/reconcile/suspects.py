@@ -1,7 +1,7 @@
-"""Ranks that slow an attempt down, as found by the node of rank 0, in status and Events. Pure.
+"""Records suspects, the ranks that slow an attempt down, in status and Events. Pure.
 
-Suspects cause no action: the attempt continues, and `deadlines.hangSeconds` ends an attempt that
-hangs.
+The node of rank 0 finds them. They cause no action: the attempt continues, and only
+`deadlines.hangSeconds` ends an attempt that hangs.
 """
 
 from collections.abc import Iterator
