@@ -1,19 +1,16 @@
 """Every error that the operator raises deliberately.
 
-    FineTuneError
-    ├── ManifestError            a manifest cannot be read or is refused; has the problems
-    ├── UnknownBackendError      no backend of that name is installed
-    ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
-    ├── StateError               the embedded API's file is invalid (embedded/store.py)
-    ├── KubeError                a cluster refuses, or cannot be reached (kube/api_errors.py)
-    └── BackendError             a backend could not do its work
-        ├── AlreadyOwnedError    the object to create exists and has another owner
-        ├── NoSuchRankError      the attempt has no rank of the requested log
-        └── TransientError       a retry may succeed (retryable)
-            └── NotCreatedError  an attempt does not exist, and the obstacle may pass
+    FineTuneError ├── ManifestError a manifest cannot be read or is refused; has the problems ├──
+    UnknownBackendError no backend of that name is installed ├── BrokenBackendError a backend's
+    plugin cannot be imported or breaks its contract ├── StateError the embedded API's file is
+    invalid (embedded/store.py) ├── KubeError a cluster refuses, or cannot be reached
+    (kube/api_errors.py) └── BackendError a backend could not do its work
+        ├── AlreadyOwnedError the object to create exists and has another owner ├── NoSuchRankError
+        the attempt has no rank of the requested log └── TransientError a retry may succeed
+        (retryable)
+            └── NotCreatedError an attempt does not exist, and the obstacle may pass
 
-Whether to retry is a property of the class (`retryable`). The message is one sentence: the fault,
-with
+The class determines whether to retry (`retryable`). The message is one sentence: the fault, with
 the value, then the remedy.
 """
 
@@ -29,7 +26,7 @@ class FineTuneError(Exception):
 
     retryable: ClassVar[bool] = False
     is_absent: ClassVar[bool] = False
-    """Whether it proves that the attempt to be created does not exist."""
+    """Whether the error proves that the attempt to be created does not exist."""
 
     retry_after: float | None = None
 
@@ -57,7 +54,7 @@ class AlreadyOwnedError(BackendError):
 
 
 class NoSuchRankError(BackendError):
-    """A log was requested of a rank that the attempt does not have."""
+    """The attempt does not have the rank whose log was requested."""
 
 
 class TransientError(BackendError):

@@ -32,7 +32,7 @@ def missing_extra(module: str, requirements: Sequence[str]) -> str | None:
 
 
 def sentence(program: str, error: ModuleNotFoundError) -> str | None:
-    """Return how to install a module that a program lacks; None if the fault is ours.
+    """Return how to install a module that a program lacks; None if it is part of this package.
 
     Args:
         program: The started program, such as `ftctl top`.

@@ -1,3 +1,3 @@
-"""Train a language model as a `TrainConfig` states; importing this package imports no torch."""
+"""Train a language model as a `TrainConfig` states; `__init__` does not import torch."""
 
 __version__ = "0.1.0"

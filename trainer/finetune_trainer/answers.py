@@ -55,7 +55,7 @@ def place_to_answer(
 ) -> torch.device:
     """Return the device for generation: this rank's `device` if a copy of the model fits.
 
-    A sharded model has been gathered in host memory, where each token would take seconds.
+    A sharded model was gathered in host memory, where each token would take seconds.
     """
     home = next(model.parameters()).device
     if home == device:
@@ -71,7 +71,7 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
     The mode and the state of the model are unchanged afterwards.
     """
     inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
-    # Each new token is a new length, for which compiled layers would be compiled again.
+    # Each new token changes the length, for which compiled layers would be compiled again.
     stance = torch.compiler.set_stance("force_eager")
     with stance, torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
         output = model.generate(  # type: ignore[operator]  # a transformers or peft model

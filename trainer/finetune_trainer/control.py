@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Errors of gloo, NCCL and the store if the process at the other end is gone or does not respond.
+# Error texts of gloo, NCCL and the store if a peer is gone or does not respond.
 _LOST_PEER_PHRASES = (
     "application timeout caused pair closure",
     "broken pipe",
@@ -47,7 +47,7 @@ _LOST_PEER_PHRASES = (
     "timed out waiting",
     "wait timeout after",
 )
-# Errors of gloo and NCCL if a living peer does not enter a collective.
+# Error texts of gloo and NCCL if a living peer does not enter a collective.
 _HANG_PHRASES = (
     "due to collective timeout",
     "ms for recv operation to complete",
@@ -77,8 +77,9 @@ class Interrupted(BaseException):
 class StopSignal:
     """Remembers a SIGTERM or SIGINT; the loop checks it at step boundaries.
 
-    A signal interrupts only work inside `interruptible` or `calling`, and a second signal has no
-    effect: Ctrl-C in a terminal reaches a rank twice, from the terminal and from its supervisor.
+    A signal interrupts only work inside `interruptible` or `calling`. A second signal has no
+    effect, because Ctrl-C in a terminal reaches a rank twice, from the terminal and from its
+    supervisor.
     """
 
     def __init__(self) -> None:
@@ -154,9 +155,9 @@ class Agreed(NamedTuple):
     """Result of all ranks' votes at one boundary; equal on every rank.
 
     Attributes:
-        stop: A rank was asked to stop: commit a checkpoint and leave.
+        stop: A rank was asked to stop, so all commit a checkpoint and leave.
         save: A rank wants a checkpoint now.
-        is_overtaken: Rank 0 has found a higher claim on a folder: leave at once.
+        is_overtaken: Rank 0 has found a higher claim on a folder, so all leave at once.
     """
 
     stop: bool
@@ -169,7 +170,7 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """A small all-reduce per step, read a step later so that no rank waits for it.
+    """Agrees on votes with a small all-reduce per step, read one step later so that no rank waits.
 
     Every rank must call `exchange` at the same boundaries. All ranks see a vote at the same
     boundary, the next one after it was cast. A single process sees its own vote immediately.
@@ -188,7 +189,7 @@ class Agreement:
         return agreed.merged(save=earlier.save, is_overtaken=earlier.is_overtaken)
 
     def is_stopping(self, stop: bool) -> bool:
-        """Vote for a stop between two boundaries; other votes wait for the next boundary."""
+        """Vote for a stop between two boundaries; all other votes wait for the next boundary."""
         agreed = self._vote(stop, False)
         self._open = self._open.merged(save=agreed.save, is_overtaken=agreed.is_overtaken)
         return agreed.stop
@@ -218,12 +219,12 @@ class Agreement:
         if self._in_flight is None:
             return None
         (work, votes), self._in_flight = self._in_flight, None
-        work.wait()  # finished long ago: 12 bytes had a whole step
+        work.wait()  # finished long ago: the 12 bytes were sent a whole step ago
         return Agreed(*map(bool, votes.tolist()))
 
 
 def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:
-    """Do work that a signal may interrupt because it has no state to save; a collective.
+    """Do work that a signal may interrupt without loss of state; a collective.
 
     Raises:
         Preempted: The work was interrupted on some rank, so every rank leaves here.
@@ -288,7 +289,7 @@ def classify(error: BaseException) -> Verdict:
             "ranks; with spec.deadlines.hangSeconds each rank writes its stacks before that",
             is_collateral=True,
         )
-    # torch raises RuntimeError for its peers; Python's ConnectionError is about some other host.
+    # torch raises RuntimeError for lost peers; a ConnectionError of Python is about another host.
     if isinstance(error, RuntimeError) and _is_of_a_peer(text):
         return Verdict(
             FailureClass.WORKER_LOST,
@@ -349,7 +350,7 @@ def guard(
 def leave(code: int) -> NoReturn:
     """End this process with `code` immediately.
 
-    All output is written by now. An ordinary exit would run the destructors of gloo's threads,
+    All output is already written. An ordinary exit would run the destructors of gloo's threads,
     which abort the process (SIGABRT) after an error and sometimes after success.
     """
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Make runs bitwise reproducible on the same GPUs: `spec.training.deterministic`.
 
-On a GPU, parts of a sum may be added in the order in which they finish. Settings that libraries
-read from the environment are in `launch.cuda_environment`; the others are here. A CPU always adds
-in the same order.
+A GPU may add the parts of a sum in the order in which they finish, which differs from run to run.
+Settings that libraries read from the environment are in `launch.cuda_environment`; the others are
+here. A CPU always adds in the same order.
 """
 
 import re

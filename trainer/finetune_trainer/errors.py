@@ -64,7 +64,7 @@ class CheckpointError(TrainerError):
 
 
 class LostRankError(TrainerError, RuntimeError):
-    """Another rank is gone and this rank is not the cause; resembles errors of gloo and NCCL."""
+    """Another rank is gone, and this rank is not the cause; as after an error of gloo or NCCL."""
 
     failure_class = FailureClass.WORKER_LOST
 
@@ -74,28 +74,28 @@ class ClaimLostError(TrainerError):
 
 
 class OvertakenError(TrainerError):
-    """A higher claim on one of the run's folders was found; this run's knowledge is outdated."""
+    """A higher claim on one of the run's folders was found, so a later attempt has taken over."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.OVERTAKEN
 
 
 class ExportError(TrainerError):
-    """The trained weights or their merge cannot be exported, also not after a restart."""
+    """The trained weights, or their merge, cannot be exported; a restart would not help."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART
 
 
 class WorldSizeError(TrainerError):
-    """The engine built a world of another size than `TrainConfig` states."""
+    """The number of ranks that an engine has connected differs from `TrainConfig`."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART
 
 
 class NonFiniteLossError(TrainerError):
-    """The loss of a step is not finite; the same data and seed would lead there again."""
+    """The loss of a step is not finite; a retry with the same data and seed would repeat it."""
 
     exit_code = ExitCode.DO_NOT_RESTART
     failure_class = FailureClass.DO_NOT_RESTART

@@ -1,4 +1,4 @@
-"""Compute the held-out loss: every row once over all ranks, without storing logits."""
+"""Compute the held-out loss over all rows, divided among the ranks, without storing logits."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ def held_out_loss(
     """Return the mean loss over all label tokens of `dataset`, the same on every rank.
 
     Every rank sums the losses of its batches on its device, so that the host waits for the device
-    only once, at the end; one reduction adds sums and counts, so the result does not depend on how
-    rows are divided among ranks.
+    only once, at the end. One reduction adds sums and counts, so the result does not depend on how
+    rows are divided among the ranks.
 
     Args:
         strategy: Runs the forward passes.

@@ -1,8 +1,8 @@
 """Kill or stop the process at named places, so that tests can prove that no state is lost.
 
 All parts of the trainer call `failpoint`, which reads one environment variable and does nothing
-unless it names the place. This module must not import torch, because some places come before that
-import.
+unless it names the place. This module must not import torch, because some places are reached before
+that import.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from finetune_trainer.errors import ConfigError
 
 ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # comma-separated NAME[@STEP][:rank=R][:SIGTERM]
-ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # folder with a mark for each kill
+ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # folder with a marker file for each kill
 
 FailPoint = Literal[
     "loading",
@@ -46,8 +46,8 @@ def failpoint(name: FailPoint, step: int = 0) -> None:
 
     `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or a
     rank, the first occurrence counts. `:SIGTERM` at the end sends SIGTERM instead. Commas separate
-    several places. If `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills once: it leaves a
-    mark there before the kill, so the next attempt passes.
+    several places. If `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills only once: it
+    writes a marker file there before the kill, so the next attempt passes.
 
     Raises:
         ConfigError: The environment names an unknown place.

@@ -12,7 +12,8 @@ _CANNOT_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 def replace_text(path: Path, text: str) -> None:
     """Replace a file's text atomically: a reader sees the old text or the new one.
 
-    Without fsync: for progress and similar files, which may be lost, not for checkpoints.
+    It does not call fsync, so use it for progress and similar files, which may be lost, not for
+    checkpoints.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -36,7 +37,7 @@ def move_file(source: Path, target: Path) -> None:
 
 
 def copy_permissions(path: Path, other: Path) -> None:
-    """Give a file the permissions of `other`, a file created by opening it with the umask.
+    """Give a file the permissions of `other`, a file that was created with the umask.
 
     Some libraries create files that only their owner can read. File systems without modes are left
     alone.

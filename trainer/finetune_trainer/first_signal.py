@@ -1,8 +1,8 @@
 """Remember a SIGTERM or SIGINT that comes before the trainer can handle it.
 
-`__main__` calls `listen` first, and `control.StopSignal` reads the signal when it takes over. Only
-`signal` is imported: before `listen`, a signal ends this process without a message, or is lost if
-the process is PID 1 of a container.
+`__main__` calls `listen` first, and `control.StopSignal` reads the signal when it takes over. This
+module imports only `signal`, because a signal before `listen` ends this process without a message,
+or is lost if the process is PID 1 of a container.
 """
 
 import signal

@@ -1,9 +1,9 @@
 """Pause Python's garbage collector while long-lived objects are created, then run it on schedule.
 
-torch and transformers create a million objects that stay alive, and a model and its rows some
-more. The collector scans them many times during creation, a seventh of the CPU time of a start,
-and again in every full collection between two steps. A rank that collects while the others compute
-delays all of them at the next collective, and each rank would do so at another step.
+torch and transformers create a million objects that stay alive, and a model and its rows create
+more. The collector scans them many times during creation, which takes a seventh of the CPU time of
+a start, and again in every full collection between two steps. A rank that collects while the others
+compute delays all of them at the next collective, and each rank would do so at another step.
 """
 
 import gc

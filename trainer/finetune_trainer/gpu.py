@@ -1,6 +1,6 @@
 """Describe a rank's GPU to telemetry: its identity, the time of its work, its memory.
 
-Only `free_memory` waits for the device. A CPU has no description.
+Only `free_memory` waits for the device. For a CPU the functions return None.
 """
 
 import torch
@@ -46,7 +46,8 @@ def begin_copy(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
 def free_memory(device: torch.device) -> int:
     """Return the free bytes, including those cached by torch's allocator.
 
-    After training the cache is most of a GPU. It is released, which waits for the device.
+    After training the cache takes most of a GPU's memory. It is released, which waits for the
+    device.
     """
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -1,7 +1,7 @@
-"""Read from the environment which place the launcher has given to this process among the ranks.
+"""Read this process's place among the ranks from the environment that its launcher has set.
 
 `world` reads it to connect the ranks, `launch` to distinguish a rank from a node's main process.
-Supported are our supervisor, torchrun, mpirun, Azure ML and `accelerate launch`.
+The supported launchers are our supervisor, torchrun, mpirun, Azure ML and `accelerate launch`.
 """
 
 import os
@@ -23,7 +23,8 @@ _OF_LAUNCHERS = re.compile(
 class Launch:
     """Place of this process as the launcher states it.
 
-    `master_port` is 0 if the launcher names none; `rendezvous` then derives one from the job.
+    `master_port` is 0 if the launcher does not set a port; `rendezvous` then derives it from the
+    job.
     """
 
     launcher: str

@@ -1,8 +1,8 @@
-"""Training loop: all that happens at an optimizer step, in order.
+"""The training loop, with all parts of an optimizer step in order.
 
-Called by `rank` with everything already built. It knows no engine, opens no file and reads clocks
-only for the timings that it reports. Results of a step are read one step later, so that no
-micro-batch waits for the device.
+`rank` builds everything and calls it. It does not depend on an engine, does not open files, and
+reads clocks only for the timings that it reports. Results of a step are read one step later, so
+that no micro-batch waits for the device.
 """
 
 import hashlib
@@ -56,7 +56,9 @@ class Run:
     agreement: Agreement
     fence: Fence | None  # None except on rank 0
     patience: Patience
-    evaluate: Callable[[], float | None] | None  # held-out loss over all ranks; None without rows
+    evaluate: (
+        Callable[[], float | None] | None
+    )  # returns the held-out loss over all ranks; None without held-out rows
     notes: Callable[[], dict[str, Any]]  # state of a checkpoint besides tensors
     pad_to: int | None  # tokens per row; None pads to the longest
     pad_id: int
@@ -129,7 +131,7 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
 
 
 def step_report(plan: DataPlan, step: int, rate: float, work: StepCounters, lap: Lap) -> StepReport:
-    """Return the report of a step, counted from 0, without loss and norm, which arrive later."""
+    """Return the report of a step, counted from 0; its loss and norm are added later."""
     return StepReport(
         step=step + 1,
         epoch=plan.epoch(step + 1),
@@ -158,7 +160,7 @@ def _micro_batch(run: Run, batch: MicroBatch, scale: float, *, is_last: bool) ->
 
 
 def _boundary(run: Run, step: int) -> bool:
-    """Evaluate, save and leave as due after `step` steps; return whether this was the last step."""
+    """Evaluate, save or leave if that is due after `step` steps; return whether it was the last."""
     is_last = step == run.plan.total_steps
     eval_loss, is_better = None, False
     if is_evaluation_due(run, step):
@@ -221,7 +223,7 @@ def report_commit(run: Run, committed: CheckpointRef | None) -> None:
 
 
 def _is_too_late_to_save(run: Run) -> bool:
-    """Whether some rank must be gone before a save, as slow as the last one, could be committed."""
+    """Whether a rank must be gone before a save as slow as the last one could be committed."""
     left = run.stop.seconds_left(run.config.termination_grace_seconds)
     return run.agreement.any((run.store.cadence.save_seconds or 0.0) > left)
 

@@ -1,6 +1,6 @@
 """Read a step's results from the device one step later, and handle non-finite values.
 
-On every rank, the loop passes in each step and reports the previous one.
+On every rank, the loop passes each step to it and then reports the previous step.
 """
 
 import math
@@ -30,7 +30,7 @@ MicroBatches = Sequence[tuple[Pack, ...]]
 
 @dataclass(frozen=True)
 class _InFlight:
-    """Loss, norm and this rank's own losses of one step, on their way to the host."""
+    """Loss, norm and this rank's losses of one step while they are copied to the host."""
 
     report: StepReport
     micro_batches: MicroBatches

@@ -1,6 +1,6 @@
 """Poll Azure Scheduled Events, the metadata service's notice that this machine will be removed.
 
-Started by `rank` in one process per node. A spot node is warned at least 30 s ahead
+Started by `rank` in one process per node. A spot node gets at least 30 s notice
 (learn.microsoft.com/azure/virtual-machines/linux/scheduled-events).
 """
 
@@ -54,6 +54,6 @@ def _get(url: str) -> str:
 
 
 def _notice_seconds(event: dict[str, Any]) -> float:
-    """Return the time until the event; infinite if it has begun, because its end is not known."""
+    """Return the time until the event; infinite if it has begun, because its end is unknown."""
     begins = event.get("NotBefore")
     return parsedate_to_datetime(begins).timestamp() - time.time() if begins else float("inf")

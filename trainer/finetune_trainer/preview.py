@@ -1,7 +1,7 @@
 """Show the first rows as the trainer will see them.
 
 `ftctl preview` runs `python -m finetune_trainer.preview CONFIG [--rows N]` and reads its output:
-one JSON object per row, in the order of the data set, then one with the reports. An error is
+one JSON object per row, in the order of the data set, then one object with the reports. An error is
 reported as {"error": sentence} and the trainer's exit code.
 """
 
@@ -45,10 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
 def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     """Yield one dictionary for each of the first `num_rows` rows, then the summary.
 
-    A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence its
-    consecutive [text, is_label] pairs), `tokens`, `label_tokens`, `row_tokens` (before cutting),
-    `is_cut` (the row has even more), `truncated`, `sequences` (more than 1 if the row was split or
-    its turns become separate rows; 0 if it has no label token and is skipped). The summary has
+    A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence its consecutive
+    [text, is_label] pairs), `tokens`, `label_tokens`, `row_tokens` (before cutting), `is_cut`
+    (`row_tokens` is only a lower bound), `truncated`, `sequences` (more than 1 if the row was split
+    or its turns become separate rows; 0 if it has no label token and is skipped). The summary has
     `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. The whole data
     set is tokenised, into the cache that the run will use.
 

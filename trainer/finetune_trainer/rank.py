@@ -1,7 +1,7 @@
-"""Run one rank from the first check to the exported model; read it top to bottom.
+"""Run one rank from the first check to the exported model, in the order of this file.
 
-Called by the launcher code with an open world. It builds the parts of the loop, resumes, trains and
-exports; it neither starts nor ends processes.
+The launcher code calls it with a connected `World`. It builds the parts of the loop, resumes,
+trains and exports; it neither starts nor ends processes.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ def run(
     module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
-    world.liveness_barrier()  # the strategy's own collectives would not wait for rank 0
+    world.liveness_barrier()  # collectives of the strategy could time out
     _report_model(config, world, telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
@@ -213,7 +213,7 @@ def _tokenize(
 
 
 def _warn_from_rank0(telemetry: Telemetry, world: World) -> Callable[[str], None]:
-    """Return a function for warnings that all ranks find: rank 0 warns, the others log."""
+    """Return a function for warnings that all ranks raise: rank 0 warns, the others log."""
     if world.is_main:
         return telemetry.warn
     return lambda sentence: telemetry.log("warning", message=sentence)
@@ -249,7 +249,7 @@ def _report_model(
     held_out: TokenDataset | None,
     module: CausalLoss,
 ) -> None:
-    """Warn about a loss that needs more memory and about rows longer than the model's range."""
+    """Warn if the loss needs more memory than usual, and if rows exceed the model's range."""
     warn = _warn_from_rank0(telemetry, world)
     if config.training.fused_head and not module.is_fused:
         warn(
@@ -284,7 +284,7 @@ def _check_float8(
     world: World,
     first_batch: Callable[[], MicroBatch],
 ) -> None:
-    """Refuse float8 that changes the loss of a batch that is the same on every rank."""
+    """Refuse float8 if it changes the loss of a batch, which is the same on every rank."""
     if config.training.float8:
         check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 

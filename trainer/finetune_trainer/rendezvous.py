@@ -1,4 +1,4 @@
-"""Rendezvous of an attempt's ranks: find rank 0, then agree that all ranks start or none does.
+"""Rendezvous of an attempt's ranks: find rank 0, then agree whether all ranks start.
 
 Called by `world` before process groups exist. The ranks use a key-value store served by rank 0 or
 torchrun's agent. A waiting rank still handles a stop signal and logs what it waits for.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # socket bound by our supervisor for rank 0's store
-# One attempt to connect to a store that was reachable just before; not interruptible by a signal.
+# Timeout of a connection to a store that was just reachable; a signal cannot interrupt it.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
 _QUIET_SECONDS = 15.0  # before a rank first logs what it waits for; doubles each time
@@ -73,7 +73,7 @@ def open_store(
         wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
         try:
             store = connect(_CONNECT_TIMEOUT)
-        except DistNetworkError as error:  # it has just ended, or is not a store
+        except DistNetworkError as error:  # the store has just ended, or the server is not a store
             if should_stop():
                 raise _stopped() from error
             if time.monotonic() >= deadline:
@@ -94,8 +94,8 @@ def wait_for_rank_zero(
 ) -> None:
     """Wait until rank 0's store accepts connections.
 
-    Only a connection counts: a resolved name may still point elsewhere, and an unknown name may
-    resolve soon. The library would wait as well, but ignore signals meanwhile.
+    Only a connection counts, because a resolved name may still point elsewhere and an unknown name
+    may resolve soon. torch would wait, too, but ignore signals meanwhile.
 
     Raises:
         TrainerError: Rank 0 did not respond before the deadline.
@@ -127,7 +127,9 @@ def rendezvous(
     should_stop: Callable[[], bool],
     timeout: timedelta,
 ) -> None:
-    """Wait until every rank has arrived, or agree that none starts: the first write decides.
+    """Wait until every rank has arrived, or agree that none starts.
+
+    The first write to the store decides.
 
     Raises:
         Preempted: `should_stop` returned True on a rank before all had arrived.
@@ -169,7 +171,7 @@ class _Log:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last message was long ago."""
+        """Whether it is time for the next message."""
         return time.monotonic() - self._began >= self._quiet_seconds
 
     def report(self, activity: str) -> None:

@@ -14,7 +14,7 @@ from finetune_trainer.telemetry import Telemetry
 
 
 class _Notes(ContractModel):
-    """State in a checkpoint besides tensors, with which a resumed run reports the whole job."""
+    """State in a checkpoint besides tensors; with it a resumed run reports the whole job."""
 
     eval_loss_before: float | None = None
     samples: tuple[SampleAnswer, ...] = ()

@@ -1,4 +1,4 @@
-"""Count one rank's part of a step: tokens, padding, rows, model FLOPs."""
+"""Count the tokens, padding, rows and model FLOPs of one rank in a step."""
 
 from typing import TypedDict
 

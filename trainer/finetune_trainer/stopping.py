@@ -20,9 +20,9 @@ class Patience:
         self._settings = settings
 
     def improves(self, loss: float | None) -> bool:
-        """Count one evaluation and return whether this model deserves a checkpoint of its own.
+        """Count one evaluation and return whether the loss improved, which is worth a checkpoint.
 
-        None, for an interrupted evaluation, is ignored.
+        An interrupted evaluation, whose loss is None, is ignored.
         """
         if self._settings is None or loss is None:
             return False

@@ -1,4 +1,4 @@
-"""Hide optional packages that a process does not use from libraries that would import them.
+"""Hide optional packages that a process does not use, because libraries would import them.
 
 Called by a rank and by the preview before any of these packages is imported. The effect lasts for
 the life of the process, so a process that runs several jobs must not call it.
@@ -23,7 +23,9 @@ def hide_unused(config: TrainConfig) -> None:
 
 def hide_torch() -> None:
     """Restrict transformers to tokenizers and settings; importing it takes a third of the time."""
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would warn that torch is missing
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = (
+        "1"  # transformers would warn that torch is missing
+    )
     _hide("torch")
 
 
@@ -45,7 +47,7 @@ def _hide(package: str) -> None:
 
 
 def _may_be_quantised(config: TrainConfig) -> bool:
-    """Whether weights are quantised, or may be: weights of a hub are not downloaded yet."""
+    """Whether weights are or may be quantised; weights of a hub are not downloaded yet."""
     if config.method.quantization != "none":
         return True
     try:

@@ -28,7 +28,7 @@ _LEFT_KEY = "left"
 
 
 class Waiting:
-    """Barriers of one rank; each place belongs to one thread."""
+    """Barriers of one rank. Each barrier has a number, its place, and belongs to one thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Waiting:
         try:
             self._store.set(f"{here}/{self._rank}", "")
             num_here = self._store.add(here, 1)
-            self._forget(place, number - 2)  # all ranks have left it
+            self._forget(place, number - 2)  # all ranks have left that barrier
             if num_here < self._world_size:
                 self._wait(here)
         except LostRankError:
@@ -73,7 +73,7 @@ class Waiting:
         try:
             self._store.compare_set(_LEFT_KEY, "", str(self._rank))
         except RuntimeError:
-            return  # the store is gone, which the other ranks notice
+            return  # the store is gone, which the other ranks detect
 
     def close(self) -> None:
         """Stop the heartbeat."""

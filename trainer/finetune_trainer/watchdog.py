@@ -1,8 +1,9 @@
 """End a hanging rank after all ranks have written the stacks of their threads.
 
-Started by `worker`. A stuck rank stops all others in their next collective, so all notice within
-the same seconds; none may end before the last has written its stacks. If one thread holds the
-interpreter lock, no other thread runs; a timer in C then writes the stacks and ends the process.
+Started by `worker`. A stuck rank stops all others in their next collective, so all ranks notice it
+at nearly the same time. No rank may end before the last has written its stacks. If one thread holds
+the interpreter lock, no other thread runs. In this case a timer in C writes the stacks and ends the
+process.
 """
 
 import faulthandler
@@ -16,8 +17,8 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination, TrainCo
 from finetune_trainer.telemetry import Telemetry
 
 PEER_GRACE_SECONDS = 2.0
-# Default limit on GPUs. Below the collectives' timeout of 30 minutes, at which NCCL aborts the
-# process without a stack, and longer than any micro-batch.
+# Default limit on GPUs. It is longer than any micro-batch, and shorter than the collectives'
+# timeout of 30 minutes, at which NCCL aborts the process without a stack.
 DEFAULT_HANG_SECONDS = 900.0
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -26,8 +27,9 @@ class Limit(NamedTuple):
     """How long a rank may go without a report.
 
     Attributes:
-        is_of_steps: Applies only to steps after the first: not to work that a step waits for, such
-            as a save or an evaluation, nor to the first, in which kernels are compiled.
+        is_of_steps: Whether the limit applies only to steps after the first, in which kernels are
+            compiled. It then does not apply to work that a step waits for, such as a save or an
+            evaluation.
     """
 
     seconds: float
@@ -60,7 +62,7 @@ def watch_progress(
                 file.flush()
                 faulthandler.dump_traceback(file)
                 time.sleep(PEER_GRACE_SECONDS)
-                if idle.seconds() >= limit.seconds:  # otherwise it was only slow
+                if idle.seconds() >= limit.seconds:  # otherwise the rank was only slow
                     faulthandler.cancel_dump_traceback_later()
                     end(_termination(telemetry, limit.seconds, stacks))
                     return
@@ -79,7 +81,7 @@ class _Idle:
     def seconds(self) -> float:
         idle = self._telemetry.idle_seconds
         if not self._limit.is_of_steps:
-            self.is_exempt = idle == 0  # in a phase that reports only at its end
+            self.is_exempt = idle == 0  # such a phase reports only at its end
             return idle
         now = time.monotonic()
         self.is_exempt = not self._telemetry.is_stepping

@@ -1,9 +1,9 @@
-"""Connect the ranks that train together: place, device, process groups.
+"""Connect the ranks that train together by process groups, and choose each rank's device.
 
-Called once per rank by `worker`; all other code receives the finished `World`. It reads this rank's
-place through `launchers`, finds the others through `rendezvous`, and refuses a world that differs
-from the `TrainConfig` (`accelerate launch` on CPUs, for example, silently starts a single
-unconnected process).
+`worker` calls it once per rank; all other code receives the finished `World`. It reads this rank's
+place through `launchers`, finds the others through `rendezvous`, and refuses a number of ranks that
+differs from the `TrainConfig`. For example, `accelerate launch` on CPUs silently starts a single
+unconnected process.
 """
 
 import logging
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class World:
-    """Ranks of this attempt, from the view of a rank.
+    """Ranks of this attempt, as seen by one rank.
 
     All groups are None if `world_size` is 1: one process needs no sockets.
 
@@ -40,9 +40,9 @@ class World:
         group: Default group, for gradients; NCCL on GPUs, gloo on CPUs.
         control_group: gloo, for `control.Agreement` and `gather_objects` only, so that a vote in
             flight never pairs with a training collective.
-        checkpoint_group: gloo, for the background thread of checkpoints only (on the default group
-            its collectives would corrupt the collectives of training).
-        waiting: Barrier for ranks of which some work alone.
+        checkpoint_group: gloo, only for the background thread of checkpoints, whose collectives
+            would corrupt the collectives of training in the default group.
+        waiting: Barrier for ranks that wait while others work alone.
     """
 
     rank: int
@@ -163,7 +163,7 @@ def open_world(
 def set_group_timeouts(config: TrainConfig, *groups: "ProcessGroup") -> None:
     """Set our timeout on groups that a library has created.
 
-    Torch's default on NCCL is 10 minutes, after which NCCL aborts the process: before the
+    torch's default for NCCL is 10 minutes, after which NCCL aborts the process. That is before the
     watchdog's limit, at which every rank writes its stacks and reports the hang.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -173,7 +173,7 @@ def set_group_timeouts(config: TrainConfig, *groups: "ProcessGroup") -> None:
 
 
 def _waiting(store: "Store", place: Launch, timeout: timedelta) -> Waiting:
-    """Create the barrier on a connection of its own: torch may block in the original one."""
+    """Create the barrier with a separate connection: torch may block in the original one."""
     silent_seconds = min(SILENT_SECONDS, timeout.total_seconds())
     connection: Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
     connection.set_timeout(timedelta(seconds=silent_seconds))
@@ -215,7 +215,7 @@ def gather_objects(group: "ProcessGroup | None", value: _T) -> list[_T]:
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":
     import torch
 
-    # Otherwise DeepSpeed guesses, possibly when it is merely imported.
+    # Otherwise DeepSpeed guesses the device, possibly on import.
     os.environ["DS_ACCELERATOR"] = config.world.device
     # peft imports these, and they warn about dependencies of devices that are not used.
     for chatty in ("torchao", "bitsandbytes.backends.cpu.ops"):

@@ -1,6 +1,6 @@
-"""Evaluate the rules of a schema at every node of an object, like the API server.
+"""Evaluate the CEL rules of a schema at every node of an object, like the API server.
 
-Rules see the object with its defaults, and a rule that raises an error counts as broken. Rules that
+Rules get the object with its defaults, and a rule that raises an error counts as broken. Rules that
 name `oldSelf` are evaluated only on an update.
 """
 

@@ -62,7 +62,7 @@ RETAINED = {
     "argocd.argoproj.io/sync-options": "Prune=false",
     "kustomize.toolkit.fluxcd.io/prune": "disabled",
 }
-"""Annotations that keep tools from deleting a CRD, and with it every job, when they prune."""
+"""Annotations with which GitOps tools do not prune a CRD, because that would delete every job."""
 
 _NAME: Schema = {"type": "string", "maxLength": 253}  # a bound on the cost of the rule about it
 
@@ -91,7 +91,7 @@ def _root_schema(model: type[ApiModel], metadata: Schema, *fields: str) -> Schem
 
 
 def _for_api_server(part: Any) -> Any:
-    """Return a part of a schema without details for `ftctl` alone, and with merged rules."""
+    """Return a part of a schema with merged rules and without details that only `ftctl` uses."""
     if isinstance(part, dict):
         part = with_one_rule(part) if READS in part else part
         dropped = {DETAIL} if "rule" in part else set()

@@ -43,7 +43,7 @@ def revision_of(definition: dict[str, Any]) -> int:
 
 
 def unrecorded(definition: dict[str, Any]) -> str | None:
-    """Return how to raise the revision of a CRD; None if its schema is recorded."""
+    """Return an instruction to raise the revision of a CRD; None if its schema is recorded."""
     name, digest = definition["metadata"]["name"], schema_digest(definition)
     if REVISIONS.get(name, ())[-1:] == (digest,):
         return None

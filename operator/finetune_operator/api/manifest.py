@@ -1,6 +1,6 @@
 """Find FineTuneJobs and FineTuneProfiles in files, folders and standard input.
 
-`ftctl validate` and `load_job` call it. Files that a manifest names are never opened.
+`ftctl validate` and `load_job` call it. Files named in a manifest are never opened.
 """
 
 import json
@@ -29,7 +29,7 @@ class Manifest:
     """A FineTuneJob or FineTuneProfile as written; only its kind is checked.
 
     Attributes:
-        file: Name of its file as given by the caller, or `-`.
+        file: Name of its file as the caller gave it, or `-`.
         value: The object.
         lines: Line of every field, from 1; paths start at the object.
         problems: Errors of the YAML, such as a duplicate key.
@@ -47,7 +47,7 @@ class Manifest:
         return Path.cwd() if is_stream(self.file) else Path(self.file).absolute().parent
 
     def line_of(self, path: FieldPath) -> int:
-        """Return the line of a field, or of the nearest field around it."""
+        """Return the line of a field, or of its nearest parent that has a line."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
@@ -167,7 +167,7 @@ def _jobs_in(
 
 
 def _is_record(value: Any) -> bool:
-    """Whether the value is the `job.json` of a run, which is below the manifest's folder."""
+    """Whether the value is the `job.json` of a run; runs are stored below the manifest's folder."""
     if not isinstance(value, dict) or not isinstance(value.get("metadata"), dict):
         return False
     return "status" in value and "uid" in value["metadata"]

@@ -101,7 +101,7 @@ def _stdin() -> bytes | Problem:
 
 
 def _read_file(file: str) -> bytes | Problem:
-    mode = os.stat(file).st_mode  # before open(), which may wait for a writer
+    mode = os.stat(file).st_mode  # before open(), which blocks on a pipe without a writer
     for is_kind, name in _KINDS:
         if is_kind(mode) and not is_stream(file):
             message = f"is {name}; name a file, or pipe it to standard input (-f -)"

@@ -69,8 +69,8 @@ OBJECT_METADATA: Schema = {
 def check_metadata(metadata: Any) -> list[Finding]:
     """Return the errors of the API server for the metadata of any object, except structural ones.
 
-    `check_structure` reports values of a wrong type; `is_subdomain` and the rules of the kind check
-    the name.
+    Values of a wrong type are reported by `check_structure`, and names are checked by
+    `is_subdomain` and the rules of the kind.
     """
     return [] if not isinstance(metadata, dict) else list(_check(metadata))
 
@@ -81,12 +81,12 @@ def is_subdomain(name: str) -> bool:
 
 
 def is_dns_label(name: str) -> bool:
-    """Whether a namespace may have this name: `example`, at most 63 characters."""
+    """Whether this is a DNS label, as namespace names are: `example`, at most 63 characters."""
     return len(name) <= _LONGEST_WORD and _DNS_LABEL.fullmatch(name) is not None
 
 
 def wrong_key(key: str) -> str:
-    """Return the error of the key of a label or annotation; empty if it is valid."""
+    """Return an error about the key of a label or annotation; empty if the key is valid."""
     prefix, slash, name = key.rpartition("/")
     if slash and not is_subdomain(prefix):
         return (
@@ -100,7 +100,7 @@ def wrong_key(key: str) -> str:
 
 
 def wrong_label_value(value: str) -> str:
-    """Return the error of the value of a label; empty if it is valid."""
+    """Return an error about the value of a label; empty if the value is valid."""
     if not value or _is_word(value):
         return ""
     return f"{show_value(value)} cannot be the value of a label; use {_WORDS}"

@@ -1,8 +1,8 @@
-"""Merge the CEL rules of the spec into the one rule that the CRD has in their place.
+"""Merge the CEL rules of the spec into one rule for the CRD.
 
 `crd.py` calls it. The API server evaluates every rule on every write, also of the status, and each
-read of a field copies the schemas of all fields beside it (docs/decisions/0010), so that separate
-rules over the same fields cost a multiple. `ftctl validate` evaluates the same rules one by one, so
+read of a field copies the schemas of all its sibling fields (docs/decisions/0010). Separate rules
+that read the same fields repeat this cost. `ftctl validate` evaluates the same rules one by one, so
 that each has its own path and line.
 """
 
@@ -15,7 +15,7 @@ RULES = "x-kubernetes-validations"
 
 
 def with_one_rule(schema: Schema) -> Schema:
-    """Return the schema of an object with its rules as one, and without the list of reads.
+    """Return the schema of an object with its rules merged into one, and without the list of reads.
 
     The rule has no `fieldPath`; its message names the field of each broken condition.
     """
@@ -28,11 +28,7 @@ def with_one_rule(schema: Schema) -> Schema:
 
 
 def _all_conditions(schema: Schema) -> str:
-    """Return CEL that holds if all rules hold, and that reads each field of the list once.
-
-    Lists are read in place: a bound one has no longest length for the API server's estimate of the
-    cost.
-    """
+    """Return CEL that holds if all rules hold, and that reads each field of the list once."""
     lists = "|".join(
         re.escape(f"{block}.{field}")
         for block, part in schema["properties"].items()
@@ -48,6 +44,6 @@ def _all_conditions(schema: Schema) -> str:
 
 
 def _sentence(rule: dict[str, str]) -> str:
-    """Return CEL for what is wrong if the rule does not hold; empty if it holds."""
+    """Return CEL for the message of a rule that does not hold; the result is empty if it holds."""
     sentence = json.dumps(f"{rule['fieldPath'][1:]} {rule['message']}. ", ensure_ascii=False)
     return f"({rule['rule']} ? '' : {sentence})"

@@ -22,8 +22,8 @@ from finetune_operator.api.schema import ApiModel, Rule
 
 Schema = dict[str, Any]
 
-DETAIL = "detail"  # beside a rule's message; `crd.py` removes it
-READS = "reads"  # beside a model's rules; `one_rule.py` merges these and removes it
+DETAIL = "detail"  # next to a rule's message; `crd.py` removes it
+READS = "reads"  # next to a model's rules; `one_rule.py` removes it when it merges the rules
 INT32_MAX = 2**31 - 1
 _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
 
@@ -102,8 +102,8 @@ def _field_schema(field: FieldInfo, description: str | None) -> Schema:
 def _plain(default: Any) -> Any:
     """Return a default as JSON, including all nested defaults.
 
-    The API server evaluates rules on a default before it fills in nested defaults, so rules that
-    read a field of a literal `{}` would refuse it.
+    The API server evaluates rules on a default before it fills in nested defaults. A default `{}`
+    would therefore break every rule that reads a field in it.
     """
     if default is PydanticUndefined:
         raise TypeError("a default factory cannot be written into a CRD; give the value")

@@ -16,7 +16,7 @@ class Finding:
     """An error in a value of an object, without its position in a file.
 
     Attributes:
-        path: Path of the value, also of a missing value.
+        path: Path of the value, which may be missing.
         message: Message without the path, but with the value.
         is_unknown: Whether the field is not in the schema, so no rule can depend on it.
     """
@@ -46,7 +46,7 @@ def show_value(value: Any) -> str:
 
 
 def show_count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return `1 node` or `1,024 nodes`; pass a plural that does not only add an s."""
+    """Return `1 node` or `1,024 nodes`; pass the plural if it is not formed with an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -1,7 +1,7 @@
-"""Replace `{namespace}` and `{name}` in URIs of a job, so that a copied manifest has one name.
+"""Replace `{namespace}` and `{name}` in URIs of a job, so that a copy needs only a new name.
 
-`FineTuneJob` replaces them when it is parsed, so backends, `ftctl render` and `job.json` have plain
-URIs. The object in the API retains the placeholders.
+`FineTuneJob` replaces them when it is parsed, so backends, `ftctl render` and `job.json` get URIs
+without placeholders. The object in the API retains them.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ from finetune_operator.errors import ManifestError
 
 
 class Severity(StrEnum):
-    """Severity of a problem; only errors refuse the manifest."""
+    """Severity of a problem; a manifest is refused only for errors."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -39,7 +39,7 @@ class Problem:
 
 
 class InvalidJobError(ManifestError):
-    """A manifest has errors; `problems` contains all of them."""
+    """A manifest has errors; `problems` contains all its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)

@@ -42,7 +42,7 @@ ABOVE_ZERO = Rule("self > 0.0", "must be greater than 0")
 
 
 class ApiModel(BaseModel):
-    """A frozen part of the resource: camelCase in JSON, unknown fields refused, with rules.
+    """Immutable base model of the resource: camelCase in JSON, unknown fields refused, with rules.
 
     The docstring below a field is its description in the CRD.
     """
@@ -57,5 +57,6 @@ class ApiModel(BaseModel):
     )
     cel_rules: ClassVar[tuple[Rule, ...]] = ()
     cel_reads: ClassVar[tuple[str, ...]] = ()
-    """Fields that many of the rules of a spec read; the CRD's one rule reads each of them once
-    (`one_rule.py`)."""
+    """Fields that several rules of a spec read; the CRD's merged rule reads each of them once
+    (`one_rule.py`).
+    """

@@ -50,7 +50,8 @@ UNBUILT = (
     only("restartPolicy.rules[].onClass", *_FAILURES),
     only("managedBy", MANAGED_BY),
 )
-"""Values that no backend supports; each backend also refuses its own, such as foreign URIs."""
+"""Values that no backend supports. Each backend also refuses values that only it does not support.
+"""
 
 
 def check_built(value: Any) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Check manifests without a cluster, for `ftctl validate` and `ftctl run`.
 
-The steps: YAML as in kubectl, defaults, structure, rules, and unsupported values. Each step reports
-all problems, and none opens a file that a manifest names.
+The steps are YAML as in kubectl, defaults, structure, rules, and unsupported values. Each step
+reports all problems. Files named in a manifest are not opened.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def check_manifest(
         manifest: The manifest.
         with_unbuilt: Also report unsupported values; otherwise the verdict matches the API
             server.
-        may_resume: Leave out the rules for the first attempt only, which `check_start` checks.
+        may_resume: Omit the rules for a first attempt only, which `check_start` checks.
     """
     value = defaulted(manifest.value)
     if may_resume and isinstance(value.get("status"), dict):
@@ -42,7 +42,7 @@ def check_manifest(
     if with_unbuilt:
         wrong = {finding.path for finding in findings}
         findings += [found for found in check_built(value) if found.path not in wrong]
-    # An unreadable value has a placeholder, which needs no second problem.
+    # A placeholder stands for an unreadable value, which was already reported.
     unread = {problem.path for problem in manifest.problems}
     found = map(manifest.problem, findings)
     problems = [*manifest.problems, *(one for one in found if one.path not in unread)]
@@ -112,7 +112,7 @@ def load_job(
     Args:
         path: The file.
         backend: Replaces `spec.backend`, with the default settings of that backend.
-        may_resume: Leave out the rules for the first attempt only, which `check_start` checks.
+        may_resume: Omit the rules for a first attempt only, which `check_start` checks.
 
     Raises:
         InvalidJobError: The file cannot be read, does not contain exactly one job, or has errors.

@@ -196,7 +196,7 @@ class _Builder:
 def plain_scalar(text: str) -> Any:
     """Return the value of a scalar without quotes, like kubectl: None, bool, int, float or text.
 
-    A number that no float can represent is infinite; kubectl would send it as text.
+    A number that is too large for a float becomes infinite; kubectl would send it as text.
     """
     if text in _NULL:
         return None

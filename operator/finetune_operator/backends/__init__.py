@@ -1,1 +1,1 @@
-"""Where attempts run: the contract in `base`, the registry, and a package per built-in backend."""
+"""The backends that run attempts: their contract (`base`), the registry, and the built-in ones."""

@@ -25,7 +25,7 @@ def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterat
 
 
 def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
-    """Yield violations by the job's namespace, its size and the checkpoint it starts from.
+    """Yield a problem if `allow` forbids the job's namespace, size or initial checkpoint.
 
     Args:
         job: The job.

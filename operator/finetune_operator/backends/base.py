@@ -1,8 +1,8 @@
-"""The contract every backend keeps.
+"""The contract of all backends.
 
-`reconcile` decides, a backend acts. A backend never retries, never waits and never writes the
-job's status: it renders, submits, observes and cancels one attempt. A plugin inherits `Backend` and
-registers its class under the entry-point group `finetune_operator.backends`; `testing/suite.py`
+`reconcile` decides and a backend acts: it renders, submits, observes and cancels one attempt. A
+backend never retries, never waits, and never writes the job's status. A plugin inherits `Backend`
+and registers its class under the entry-point group `finetune_operator.backends`; `testing/suite.py`
 tests the contract.
 """
 
@@ -46,9 +46,9 @@ class Written:
     Attributes:
         field: Field of the job that names it.
         uri: URI in the job.
-        place: Its storage, part by part, from the container (a disk, a claim of a namespace) down
-            to
-            its name. Two jobs share a folder if one's place begins with the other's.
+        place: Identity of its storage, from the container (a disk, a claim of a namespace) to the
+            folder's name. Two folders overlap if the place of one begins with the place of the
+            other.
     """
 
     field: str
@@ -58,7 +58,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Request:
-    """Exactly the objects that `submit` would create; `ftctl render` prints it, goldens compare it.
+    """The exact objects that `submit` would create; `ftctl render` prints them.
 
     Attributes:
         backend: Name of the backend that rendered it.
@@ -77,16 +77,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Handle:
-    """Names one submitted attempt; stored in `status.backendRef`, so it survives a restart.
+    """Identifies one submitted attempt; stored in `status.backendRef`.
 
     Attributes:
         kind: Kind of the object, such as `Job` or `Process`.
         name: Its name within the backend.
         uid: Its unique id, so that a later object of the same name is not mistaken for it.
         url: Page about it for people; may be empty.
-        digest: Digest of the data that the backend stores beside the attempt for later ones, which
-            others could change there; in `job.status.attempts` when the next one is rendered. May
-            be empty.
+        digest: Digest of the data that the backend stores with the attempt for later attempts,
+            where others could change it. `job.status.attempts` contains it when a later attempt is
+            rendered. May be empty.
     """
 
     kind: str
@@ -102,7 +102,7 @@ class AttemptRef:
 
     Attributes:
         job: Its job.
-        job_uid: Uid of that job, which another job of the same name does not have.
+        job_uid: Uid of the job.
         number: Number of the attempt.
         handle: Result of `submit` or `find`.
         spec: Spec of the job; None if it cannot be read.
@@ -139,9 +139,9 @@ class AttemptPhase(StrEnum):
 
 
 class Effect(StrEnum):
-    """Effect of an obstacle on a job; the obstacle's reason stays an open word."""
+    """Effect of an obstacle on a job; backends choose the obstacle's reason freely."""
 
-    NONE = "None"  # the attempt is only slow: reported with the next write
+    NONE = "None"  # the attempt is only slow; reported with the next write of the status
     QUEUED = "Queued"  # it waits for admission, and deadlines.pendingSeconds does not run
     DELAYED = "Delayed"  # reported within seconds; may pass by itself
     STALLED = "Stalled"  # a person must fix the cause; also while an attempt trains or ends
@@ -169,14 +169,15 @@ class Observation:
         phase: Phase of the attempt.
         all_gone: No process of the attempt lives; only then may the next one start.
         nodes_ready: Nodes whose main process runs.
-        termination: Termination message, after the end; the root cause's if a node failed.
+        termination: Termination message after the end; if a node failed, the root cause's message.
         progress: Last progress of rank 0; None before that.
-        checkpoints: URI of the folder that holds its checkpoints; empty if those have the paths
-            that rank 0 names.
+        checkpoints: URI of the folder of its checkpoints; empty if their URIs are the paths that
+            rank 0 reports.
         node: Node of the rank whose failure is the root cause, if known.
         disruptions: How often the service has moved it during the attempt.
-        failure_class: Why it ended, if no process has left a termination; None: a lost worker.
-        is_training: Whether it trains, if the backend knows; None: `progress` decides.
+        failure_class: Failure class if no process left a termination message; None means a lost
+            worker.
+        is_training: Whether it trains; None if only `progress` shows it.
         obstacle: The current obstacle, in every phase; None if there is none.
         message: One sentence for the conditions; may be empty.
         warning: One sentence for people without effect on decisions, such as interference by other
@@ -202,13 +203,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """The surroundings of a backend.
+    """Arguments of a backend's constructor.
 
     Attributes:
         manifest_dir: Folder that `file://./x` is relative to.
-        environ: Environment of the caller; a backend reads no other.
-        cluster: Client and caches, in the operator; None elsewhere, where a backend that needs
-            them is only asked to `validate` and `render`.
+        environ: Environment of the caller; backends do not read `os.environ`.
+        cluster: Client and caches, in the operator; None elsewhere, where a backend that needs them
+            is only asked to `validate` and `render`.
         profiles: FineTuneProfiles by name, known without a cluster.
         now: Returns the current time, with a time zone.
     """
@@ -225,9 +226,9 @@ class Limits:
     """Timeouts of the verbs in seconds, and bounds for the end of an attempt.
 
     Attributes:
-        late_submit: Time after an unanswered submit in which its attempt may still appear.
-        unconfirmed_cancel: Time after `until` in which an accepted cancel may be without effect
-            before a deleted job is released without confirmation; None: never.
+        late_submit: Time after a submit without a response in which its attempt may still appear.
+        unconfirmed_cancel: Time after `until` after which a deleted job is released although an
+            accepted cancel had no visible effect; None means never.
     """
 
     submit: float = 30.0
@@ -242,13 +243,13 @@ class Limits:
 
 
 class Services(Protocol):
-    """Services of the operator for a started backend, until `close`."""
+    """Services that the operator provides to a started backend until `close`."""
 
     def wake(self, job: Key) -> None:
         """Requeue a job soon; callable from any thread."""
 
     def check_may_write(self) -> None:
-        """Check the leadership right before each write; callable from any thread.
+        """Check that this process may still write; call it before each write, from any thread.
 
         Raises:
             NotLeadingError: This process may not write.
@@ -257,9 +258,8 @@ class Services(Protocol):
     async def run_blocking(self, call: Callable[[], T], seconds: float) -> T:
         """Run `call` in a thread of the backend (see `threads`) and return its result.
 
-        A thread cannot be interrupted: a call that never returns occupies its thread until the
-        process
-        ends.
+        A thread cannot be interrupted, so a call that never returns occupies its thread until the
+        process ends.
 
         Args:
             call: May block, and should have a timeout of its own.
@@ -277,11 +277,12 @@ class Backend(ABC):
     needs_finalizer: ClassVar[bool]
     """Whether attempts outlive their FineTuneJob, which then gets a finalizer.
 
-    Objects in the job's namespace that the job owns need none: they are deleted with it.
+    Objects in the job's namespace that the job owns do not need one, because they are deleted with
+    it.
     """
 
     finds_from_cache: ClassVar[bool]
-    """Whether `find` costs no request, so that a new operator finds each attempt by its name.
+    """Whether `find` sends no request, so that a new operator can find every attempt by its name.
 
     The handle of an attempt is then written with the next status, up to 30 seconds later.
     """
@@ -290,12 +291,13 @@ class Backend(ABC):
     """Whether `ftctl run` and `ftctl dev` may use it."""
 
     runs_on_this_machine: ClassVar[bool] = False
-    """Whether its attempts are processes of this machine: Ctrl-C of `ftctl run` and `ftctl dev`
-    stops these with a checkpoint, and leaves all others running."""
+    """Whether its attempts are processes of this machine. Ctrl-C in `ftctl run` and `ftctl dev`
+    stops such attempts with a checkpoint, and leaves all others running.
+    """
 
     pages_are_scraped: ClassVar[bool] = True
-    """Whether Prometheus can read the pages of its nodes; otherwise the operator exports rank 0's
-    reported step, loss, tokens a second, and their age.
+    """Whether Prometheus can scrape the pages of its nodes. Otherwise the operator exports the
+    step, loss and tokens per second that rank 0 reported, and their age.
     """
 
     watches: ClassVar[tuple[Watch, ...]] = ()
@@ -311,10 +313,10 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, context: BackendContext) -> None:
-        """Store the arguments; a library that may be missing is imported in `start`."""
+        """Store the arguments; import libraries that may be missing only in `start`."""
 
     async def start(self, services: Services) -> None:
-        """Start before the first verb that sends a request; once per term of the operator.
+        """Start; called before the first verb that sends a request, once per leader term.
 
         If it fails or is cancelled it leaves no state behind, and is retried later.
         """
@@ -324,7 +326,7 @@ class Backend(ABC):
 
     @abstractmethod
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List the features of the job that this backend lacks; opens none of its files."""
+        """List features of the job that this backend lacks; files of the job are not opened."""
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List problems of the job's inputs: missing files, folders that cannot be written.
@@ -334,7 +336,7 @@ class Backend(ABC):
         return ()
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
-        """List the folders that the job and perhaps another job write; sends no request."""
+        """List the folders that the job writes and other jobs could write; sends no request."""
         return ()
 
     @abstractmethod
@@ -353,10 +355,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:
-        """Return the job's own attempt if any part of it exists; creates no object.
+        """Return the job's attempt if any part of it exists; does not create objects.
 
-        For a caller that died before it could record the result of `submit`. For an attempt that
-        `job.status` has, None must be certain: its job may be reported as suspended.
+        Used after a crash between `submit` and the write of its result. If `job.status` has the
+        attempt, return None only if it certainly does not exist, because its job may then be
+        reported as suspended.
         """
 
     @abstractmethod

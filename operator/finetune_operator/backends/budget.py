@@ -13,17 +13,19 @@ from enum import IntEnum
 from finetune_operator.errors import TransientError
 
 PATIENCE_SECONDS = 20.0
-"""Longest wait; a write, or any request during a pause, that would wait longer is to be retried."""
+"""Longest wait. A write, or any request during a pause, that would wait longer raises a
+TransientError.
+"""
 
 LONGEST_PAUSE_SECONDS = 120.0
-"""Longest pause, however long a service asks to wait."""
+"""Longest pause, even if a service asks to wait longer."""
 
 _WRITES_IN_A_ROW = 3
-"""After this many other requests, a waiting read has its turn."""
+"""A waiting read has its turn after at most this many other requests."""
 
 
 def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
-    """Return the number of requests per second from a variable of the environment.
+    """Return the maximum requests per second that a variable of the environment sets.
 
     Raises:
         ValueError: The value is invalid.
@@ -37,8 +39,8 @@ def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
 class Priority(IntEnum):
     """Order of requests."""
 
-    WRITE = 0  # also a read that a write waits for
-    END = 1  # a read after the end: its job waits for it, and there will be no more
+    WRITE = 0  # a write, or a read that a write waits for
+    END = 1  # a read after the end of an attempt, for which the job waits
     READ = 2
 
 
@@ -47,7 +49,7 @@ class Budget:
 
     Args:
         per_second: Requests per second.
-        reads_at_once: Maximum reads in flight, besides one after the end.
+        reads_at_once: Maximum reads in flight; one read of priority END may exceed it.
     """
 
     def __init__(self, per_second: float, reads_at_once: int) -> None:
@@ -64,7 +66,7 @@ class Budget:
 
     @asynccontextmanager
     async def held(self, priority: Priority) -> AsyncIterator[None]:
-        """Bound the requests in flight: occupy a place from before the turn to the response."""
+        """Limit the requests in flight: hold a slot from before the turn until the response."""
         if priority is Priority.WRITE:
             yield
             return
@@ -72,11 +74,11 @@ class Budget:
             yield
 
     async def turn(self, priority: Priority) -> None:
-        """Wait until a request may be sent; requests of one priority are sent in their order.
+        """Wait until a request may be sent; requests of equal priority keep their order.
 
         Raises:
-            TransientError: The service has asked to wait for longer than PATIENCE_SECONDS, or a
-                write would.
+            TransientError: The service has requested a pause longer than PATIENCE_SECONDS, or a
+                write would wait longer.
         """
         loop, waiting = asyncio.get_running_loop(), self._waiting[priority]
         if (left := self._paused_until - loop.time()) > PATIENCE_SECONDS:
@@ -90,11 +92,11 @@ class Budget:
         try:
             await turn
         finally:
-            if turn in waiting:  # its caller no longer waits
+            if turn in waiting:  # the caller no longer waits
                 waiting.remove(turn)
 
     def hold(self, seconds: float) -> float:
-        """Pause all requests at the service's request; return for how many seconds."""
+        """Pause all requests at the service's request; return the duration in seconds."""
         loop, seconds = asyncio.get_running_loop(), min(seconds, LONGEST_PAUSE_SECONDS)
         self._paused_until = max(self._paused_until, loop.time() + seconds)
         self._next = max(self._next, self._paused_until)

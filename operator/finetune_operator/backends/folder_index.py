@@ -1,4 +1,4 @@
-"""Folders of several jobs that are equal or contain each other.
+"""Find folders of several jobs that are equal or contain each other.
 
 Called by the operator's kernel for the jobs of a cluster, and by `ftctl validate` for the manifests
 of one call. Pure.
@@ -15,7 +15,7 @@ _Place = tuple[str, ...]
 
 
 class FolderIndex(Generic[Who]):
-    """Writers by folder; a lookup costs the depth of the folder and the number of its results."""
+    """Writers by folder; a lookup takes time for the folder's depth and for each result."""
 
     def __init__(self) -> None:
         self._of: dict[Who, tuple[Written, ...]] = {}
@@ -48,7 +48,7 @@ class FolderIndex(Generic[Who]):
             _take_out(self._at, one.place, who)
 
     def touching(self, folder: Written, *, besides: Who) -> Iterator[tuple[Who, Written]]:
-        """Yield the other writers of the folder, its parents and its children."""
+        """Yield the other writers of the folder, of its parents and of its children."""
         places = [self._at.get(folder.place[:end]) for end in range(1, len(folder.place) + 1)]
         for found in (*places, self._below.get(folder.place)):
             for who, one in (found or {}).items():
@@ -57,7 +57,7 @@ class FolderIndex(Generic[Who]):
 
 
 def sentence(mine: Written, theirs: Written, whose: str) -> str:
-    """Return the relation of a folder to another one, without the field that names it.
+    """Return a sentence about an overlap; the caller puts the field in front of it.
 
     Args:
         mine: The folder that the sentence is about.

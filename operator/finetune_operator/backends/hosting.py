@@ -1,6 +1,7 @@
-"""A backend as the operator calls it: started once, each verb with a timeout, closed at the end.
+"""Calls a backend for the operator: starts it once, calls verbs with a timeout, and closes it.
 
-`Backends` creates an instance of each. Rules for every verb of every backend are in this module.
+`Backends` creates a `HostedBackend` for each backend. Rules that apply to all verbs of all backends
+are here.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ _CHECK_THREADS = 4
 
 
 class HostedBackend:
-    """A backend in one term of the operator; this object also provides its `Services`.
+    """A backend in one leader term; this object also provides its `Services`.
 
     Args:
         name: Its registered name.
@@ -161,7 +162,7 @@ class HostedBackend:
 
     @contextmanager
     def _translated_faults(self) -> Iterator[None]:
-        """Translate an error that is the backend's own fault into a BrokenBackendError."""
+        """Convert an exception that only a bug of the backend causes into a BrokenBackendError."""
         try:
             yield
         except FineTuneError:

@@ -25,7 +25,7 @@ from finetune_operator.kube.watch import Watch
 
 log = logging.getLogger(__name__)
 
-_IMPORT_SECONDS = 10.0  # no job is reconciled earlier
+_IMPORT_SECONDS = 10.0  # the first reconcile waits for it
 
 
 class Backends:
@@ -34,8 +34,8 @@ class Backends:
     Args:
         context: Argument of each constructor.
         points: Entry points in addition to installed ones.
-        given: By name, instead of installed packages; None for those. A class is instantiated
-            here.
+        given: Backends by name, instead of the installed ones; classes are instantiated. None for
+            the installed ones.
         wake: Requeues a job; for backends that request it.
     """
 
@@ -62,9 +62,9 @@ class Backends:
     async def load_all(self) -> dict[str, Backend]:
         """Return every usable backend by name; the log has the reason for each unusable one.
 
-        Each is imported in a thread of its own. Caches are shared by kind: a plugin that retains
-        other fields of a kind than earlier backends is left out; backends of this package come
-        first.
+        Each backend is imported in its own thread. Backends share the cache of a kind, so a plugin
+        that caches other fields of a kind than an earlier backend is omitted. Backends of this
+        package come first.
         """
         ours = {
             point.name for point in self._points if point.value.startswith("finetune_operator.")
@@ -129,7 +129,7 @@ class Backends:
             return None
 
     def pages_are_scraped(self, name: str) -> bool:
-        """Return whether Prometheus can read the pages of its nodes; True if it is unusable."""
+        """Return whether Prometheus can scrape the nodes of a backend; True if it is unusable."""
         try:
             return self.get(name).backend.pages_are_scraped
         except FineTuneError:
@@ -177,7 +177,7 @@ class Backends:
             ) from error
 
     def _conflict(self, name: str, kept: dict[Resource, tuple[Watch, str]]) -> FineTuneError | None:
-        """Record the fields that a backend retains of each kind; return a conflict, if any."""
+        """Record which fields of each kind a backend caches; return a conflict, if there is one."""
         declared = dict(kept)
         for watch in self._hosted[name].backend.watches:
             there, other = declared.setdefault(watch.resource, (watch, name))

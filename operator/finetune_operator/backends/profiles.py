@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
-"""Kinds watched by a backend whose jobs name a profile."""
+"""Kinds that a backend watches if its jobs name profiles."""
 
 USED_BY_AKS = frozenset({
     "image", "command", "init", "env", "image_pull_secrets", "image_pull_policy",
@@ -46,10 +46,10 @@ _DEFAULTS = FineTuneProfileSpec()
 
 
 class ProfileError(ValueError):
-    """There is no usable profile; the message is a sentence about the field that names it.
+    """The profile is missing or unusable; the message is a sentence about the field that names it.
 
     Attributes:
-        is_unknown: The profile is only in a cluster, which is not read here.
+        is_unknown: Whether the profile could only be in a cluster, which is not read here.
     """
 
     def __init__(self, message: str, *, is_unknown: bool = False) -> None:
@@ -68,9 +68,8 @@ class Profiles:
     Attributes:
         cluster: The cluster, in the operator.
         given: Profiles by name, if there is no cluster.
-        unused: Fields that the backend does not use: it refuses a profile that sets one, because
-            the
-            profile is another backend's, or would promise more than is done.
+        unused: Fields that the backend does not use. It refuses a profile that sets such a field,
+            because the field would have no effect.
     """
 
     cluster: "Cluster | None"
@@ -117,8 +116,7 @@ def profile_to_render(
 ) -> P:
     """Return the profile of a job whose attempt is rendered now.
 
-    Job and profile may have changed since that attempt was opened, if it could not be created at
-    first.
+    Job and profile may have changed since the attempt was opened, if it could not be created then.
 
     Raises:
         BackendError: The profile is unknown or no longer allows the job.

@@ -1,11 +1,11 @@
-"""Which node of an attempt a rank runs in. Pure."""
+"""Find the node of an attempt on which a rank runs. Pure."""
 
 from finetune_operator.backends.base import AttemptRef
 from finetune_operator.errors import NoSuchRankError
 
 
 def node_of(ref: AttemptRef, rank: int) -> int:
-    """Return the number of the node that a rank runs in.
+    """Return the number of the node on which a rank runs.
 
     Raises:
         NoSuchRankError: The rank does not exist.

@@ -1,4 +1,4 @@
-"""Texts of a service, in a form that is safe in statuses, Events and logs. Pure."""
+"""Remove secrets from texts of a service, for use in statuses, Events and logs. Pure."""
 
 import re
 
@@ -8,6 +8,6 @@ _SIGNATURE = re.compile(r"(?<![a-z])(sig|se|sp|sv|token)=[^&\s\"']+", re.IGNOREC
 
 
 def without_secrets(text: str, longest: int = LONGEST_TEXT) -> str:
-    """Return a foreign text in one line, shortened, and without signatures of URLs."""
+    """Return a text of a service as one line, shortened, and without signatures of URLs."""
     cleaned = " ".join(_SIGNATURE.sub(r"\1=…", _AFTER_PATH.sub(r"\1", text)).split())
     return cleaned if len(cleaned) <= longest else f"{cleaned[:longest]}…"

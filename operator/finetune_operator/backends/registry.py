@@ -1,6 +1,6 @@
-"""Find backends by name: plugins register their class under one entry-point group.
+"""Find backends by name. Plugins register their class under one entry-point group.
 
-Listing names imports no plugin; only `load` imports the requested one.
+Listing names does not import plugins; only `load` imports the requested plugin.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Caches responses of a service, so that a submit need not wait for it. For one event loop."""
+"""Caches responses of a service, so that a submit need not wait. For one event loop."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT_SECONDS = 300.0
-"""Age up to which a response is fresh; an older one is used once more while it is refreshed."""
+"""Age up to which a response is fresh; an older response is used while it is refreshed."""
 
 STALE_SECONDS = 3600.0
 """Age beyond which a response is discarded."""
@@ -64,7 +64,9 @@ class ResponseCache:
             task.add_done_callback(self._renewals.discard)
         response = self._responses[key]
         if response.refusal is not None:
-            raise response.refusal.with_traceback(None)  # otherwise it would grow with each raise
+            raise response.refusal.with_traceback(
+                None
+            )  # otherwise the traceback would grow with each raise
         value: T | None = response.value
         return value
 

@@ -1,4 +1,4 @@
-"""Which node's failure is the root cause of an attempt's end; never a node that was stopped."""
+"""Find the node whose failure is the root cause of an attempt's end."""
 
 import signal
 from collections.abc import Mapping
@@ -7,7 +7,9 @@ from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 TERMINATED = 128 + signal.SIGTERM
 STOPPED_BY_SIGNAL = frozenset({TERMINATED, 128 + signal.SIGINT})
-"""Exit codes of a trainer that a signal ended before it handled signals: it trained no step yet."""
+"""Exit codes of a trainer that a signal ended before it handled signals, and so before its first
+step.
+"""
 
 PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
 """Exit codes of a trainer whose failure would repeat."""
@@ -26,10 +28,10 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
     """Return the termination of a node that ended without a message.
 
     Args:
-        node: As messages name it.
+        node: Name of the node for messages.
         exit_code: Exit code of its main process.
-        reason: Information besides the code, such as ` (Reason)`.
-        more: The rest of the sentence.
+        reason: Addition to the code, such as ` (Reason)`.
+        more: End of the sentence.
     """
     if exit_code in STOPPED_BY_SIGNAL:
         return stopped_by_signal(node, exit_code)
@@ -45,8 +47,8 @@ def ended_silently(node: str, exit_code: int, *, reason: str = "", more: str = "
 def with_seen_exit_code(node: str, termination: Termination, exit_code: int) -> Termination:
     """Return a node's own termination message with the exit code that was observed from outside.
 
-    An observed 0 is no proof if the trainer reports a failure: a shell between them, as in
-    `trainer | tee log`, ends with the code of its last command.
+    An observed 0 does not overrule a failure that the trainer reports, because a shell as in
+    `trainer | tee log` exits with the code of its last command.
     """
     if termination.exit_code == exit_code:
         return termination
@@ -68,8 +70,7 @@ def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     """Return a node's rank in the search for the root cause; the lowest is the root cause.
 
     Permanent failures with a message come first, then killed nodes without one. Nodes that were
-    stopped
-    or ended with the rest (`is_victim`) explain no failure.
+    stopped, or ended with the others (`is_victim`), are never the root cause.
     """
     if is_victim:
         return 4

@@ -1,4 +1,4 @@
-"""Since when a service does not respond, by scope. For one event loop."""
+"""Record since when a service does not respond, by scope. For one event loop."""
 
 import asyncio
 from collections.abc import Container
@@ -13,7 +13,7 @@ class _Silence:
 
 
 class Silences:
-    """Scopes without a response; the caller names them.
+    """Scopes without a response, such as a workspace; callers choose them.
 
     Args:
         patience: Seconds of silence after which it is reported.
@@ -28,8 +28,8 @@ class Silences:
 
         Args:
             place: The silent scope.
-            error: Why.
-            lasts: Further seconds for which the silence is certain.
+            error: The failure.
+            lasts: Further seconds in which no response can come.
 
         Returns:
             The first error of a silence that is to be reported; None before that.
@@ -47,5 +47,5 @@ class Silences:
         return silence is not None and silence.is_reported
 
     def keep(self, places: Container[str]) -> None:
-        """Drop all other scopes, which are no longer requested."""
+        """Drop all other scopes, because no more requests are sent to them."""
         self._places = {place: one for place, one in self._places.items() if place in places}

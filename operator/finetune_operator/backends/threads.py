@@ -1,4 +1,4 @@
-"""Blocking calls in a few threads, each of which may hang indefinitely."""
+"""Run blocking calls, each of which may hang forever, in a limited number of threads."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 class _DaemonThreads(Executor):
-    """Runs each call in a thread of its own, which the process does not join at exit."""
+    """Runs each call in its own thread, for which the process does not wait at exit."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -41,7 +41,7 @@ async def within(seconds: float | None, what: str, work: Callable[[], Awaitable[
             return await work()
     except TimeoutError as error:
         if not limit.expired():
-            raise  # a timeout of its own
+            raise  # a timeout of `work` itself
         raise TransientError(
             f"{what} took more than {seconds:g} s; see that what it asks can be reached"
         ) from error
@@ -51,7 +51,7 @@ class BlockingCalls:
     """Runs blocking calls, some at once; a call that hangs occupies its thread.
 
     Args:
-        owner: Owner of the calls, as messages name it.
+        owner: Owner of the calls, for messages.
         threads: Number of concurrent calls.
     """
 
@@ -65,7 +65,7 @@ class BlockingCalls:
         """Return the result of `call`.
 
         Args:
-            what: Its purpose, as messages name it.
+            what: Purpose of the call, for messages.
             call: Blocks.
             seconds: How long to wait for a free thread, and then for the call; None for unlimited.
 

@@ -1,1 +1,1 @@
-"""`ftctl`: one file a command."""
+"""The commands of `ftctl`, one per file."""

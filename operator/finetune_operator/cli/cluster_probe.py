@@ -1,4 +1,4 @@
-"""Requests of `ftctl doctor --cluster` to an API server; a failed one does not stop the others.
+"""Requests of `ftctl doctor --cluster` to an API server, which may fail independently.
 
 The `doctor_*` modules use it. A request without a response becomes a finding with the reason.
 """
@@ -75,6 +75,6 @@ class Probe:
         return None if found is None else found.items
 
     async def get_path(self, path: str) -> Object:
-        """Return the response at a path of no object, such as /version."""
+        """Return the response at a path that is not an object's, such as /version."""
         resource = Resource("", "v1", path.strip("/").replace("/", "-"), "", False)
         return await self.client.exchange(Call("get", resource, path))

@@ -42,7 +42,7 @@ def dev(
             "ftctl dev serves a folder and runs no job by itself; use: "
             f"ftctl run {shlex.quote(str(run or 'FILE'))}{options}"
         )
-    # Imported here: kopf takes half a second, and --help must be fast.
+    # Imported here because the import of kopf takes half a second, and --help must be fast.
     from finetune_operator.cli.dev_server import serve
     from finetune_operator.kernel.logs import set_up
     from finetune_operator.kernel.settings import LogFormat, LogLevel

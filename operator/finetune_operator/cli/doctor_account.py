@@ -18,7 +18,7 @@ _NEEDED = (
     ("create", JOBS, ""),
     ("list", PODS, ""),
 )
-"""A verb of each rule that jobs need; the chart grants all verbs of a rule together."""
+"""A verb for each rule of the chart's Role; the chart grants all verbs of a rule together."""
 
 
 @dataclass(frozen=True)

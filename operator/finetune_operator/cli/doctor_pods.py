@@ -1,7 +1,8 @@
 """`ftctl doctor --cluster`: find why replicas of the operator are not Ready, and how to fix it.
 
-Pure functions. A Deployment reports why its pods are refused, and a pod why its container does not
-run. A known fault of image, quota or node becomes one sentence and one command.
+Pure functions. A Deployment reports why its pods are refused, and a pod reports why its container
+does not run. For a known fault of image, quota or node the finding has one sentence and one
+command.
 """
 
 import re

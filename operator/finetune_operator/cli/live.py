@@ -1,4 +1,4 @@
-"""`ftctl run` on a terminal: a frame stays in place, and events scroll above it."""
+"""Output of `ftctl run` on a terminal: a frame stays in place, and events scroll above it."""
 
 from collections.abc import Callable
 from typing import Self
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from finetune_operator.cli.view import View, duration, news
 
-# A smooth spinner, at a cost that does not show in a profile of two cores.
+# Enough for a smooth spinner, with a cost that is not measurable on two cores.
 FRAMES_PER_SECOND = 5
 SHOWN_WARNINGS = 2
 _STYLES = {"Training": "green", "Failed": "red", "Succeeded": "green", "Suspended": "yellow"}

@@ -1,7 +1,7 @@
-"""`ftctl run` as lines, for a log file or a pipe: each event once, progress at intervals.
+"""Output of `ftctl run` to a file or a pipe: a line for each event, and progress at intervals.
 
-Only the newest of several checkpoints or evaluations between two views is printed; the log of
-rank 0 has all of them.
+Only the newest of several checkpoints or evaluations between two views is printed; the log of rank
+0 has all of them.
 """
 
 from collections.abc import Callable

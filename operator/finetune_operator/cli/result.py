@@ -50,7 +50,7 @@ def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """Print the losses, the samples, the folder, and how to load the model."""
     for label, value in _figures(outcome):
-        # Without a table, which would wrap a long path that users copy.
+        # No table is used, because it would wrap a long path that users copy.
         console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
@@ -58,7 +58,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     console.print("\nLoad it with:\n")
     base = shown_path(outcome.base) if outcome.base else None
     for line in loading_lines(shown_path(outcome.model), base):
-        # Without wrapping and indentation, so that it can be copied.
+        # The lines are neither wrapped nor indented, so that they can be copied.
         console.print(Text(line), soft_wrap=True)
 
 

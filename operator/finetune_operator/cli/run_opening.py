@@ -193,7 +193,7 @@ def _note(job: FineTuneJob, start: str) -> str:
 
 
 def _start_here(job: FineTuneJob, newest: int | None) -> str:
-    """Describe the start by the checkpoint folder: the status may name a deleted checkpoint."""
+    """Describe the start by the checkpoint folder; the status may name a deleted checkpoint."""
     if newest is not None:
         return f"from the checkpoint of step {newest}"
     named = job.spec.checkpoint.resume_from
@@ -203,7 +203,7 @@ def _start_here(job: FineTuneJob, newest: int | None) -> str:
 
 
 def _start_elsewhere(job: FineTuneJob) -> str:
-    """Describe the start by the status: the checkpoints are not on this machine."""
+    """Describe the start by the status, because the checkpoints are not on this machine."""
     if (last := job.status.checkpoint.last) is not None:
         return f"from the checkpoint of step {last.step}"
     named = job.spec.checkpoint.resume_from

@@ -32,7 +32,7 @@ from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key
 
 _REFRESH_SECONDS = 2.0
-_SAMPLE_SECONDS = 1.0  # ranks are shown by the difference of two pages
+_SAMPLE_SECONDS = 1.0  # figures of ranks are computed from two pages
 
 
 class TopFormat(StrEnum):

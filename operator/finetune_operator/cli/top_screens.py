@@ -1,7 +1,7 @@
 """Screens of `ftctl top`: all jobs or one job, on this machine or in a cluster.
 
-Each function returns a context manager around a function that returns the present screen. Ranks of
-a job are shown by the difference to the previous call.
+Each function returns a context manager around a function that returns the present screen. Figures
+of ranks are computed from the difference to the previous call.
 """
 
 import asyncio

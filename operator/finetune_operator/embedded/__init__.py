@@ -1,1 +1,1 @@
-"""A Kubernetes API server in this process, as far as the operator and kubectl need one."""
+"""A Kubernetes API server in this process, with the features that the operator and kubectl need."""

@@ -1,4 +1,4 @@
-"""The served kinds: the built-in kinds that clients request, and the kinds of CRDs.
+"""The kinds that the server serves: built-in kinds that clients request, and the kinds of CRDs.
 
 For built-in kinds only the names of top-level fields are validated. No controller acts on their
 objects: a Job creates no pods.

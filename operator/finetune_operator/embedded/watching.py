@@ -1,6 +1,6 @@
 """A watch: existing objects, changes, bookmarks, and its end.
 
-`server.py` sends the events that it yields. It waits for the store only.
+`server.py` sends the events that it yields. It waits only for the store.
 """
 
 import asyncio

@@ -31,7 +31,7 @@ class _Entry:
     Attributes:
         view: Newest version of the job in the cache.
         folders: Folders that its spec names.
-        previous: Folders of its earlier specs, while an attempt of one of them may still run.
+        previous: Folders of its earlier specs, while an attempt of an earlier spec may still run.
         has_opened: Whether the job has opened an attempt, or is opening its first one.
         contends: Whether the job may open its first attempt with its next reconcile.
         is_gone: Whether the job was deleted while its last attempt may still run.
@@ -90,7 +90,7 @@ class FolderBook:
             self._update(key)
 
     def rejection(self, key: Key) -> Rejection | None:
-        """Return why a job may not open an attempt now, if another job owns one of its folders."""
+        """Return why a job may not open an attempt now, if another job owns a folder of it."""
         self.catch_up()
         if (entry := self._entries.get(key)) is None:
             return None

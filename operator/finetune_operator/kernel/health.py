@@ -1,6 +1,6 @@
 """Serves /healthz (the process is alive), /readyz (it is a working replica) and /metrics.
 
-The process counts as alive if the oldest key and every watch have made progress within
+The process counts as alive if the oldest key and every watch have progressed within
 `stuck_seconds`. An outage of the API server does not count, because a restart of this process would
 not end it.
 """
@@ -31,7 +31,7 @@ class Health:
         is_ready: Whether it is able to work, and is a standby or a leader with filled caches.
         unable: Why it is not able to work, each a sentence with the command that fixes it.
         queue: Number of keys that are queued or processed.
-        oldest_seconds: Time since the oldest key has made progress.
+        oldest_seconds: Time since the oldest key has progressed.
         backlog: Jobs that existed when it began to lead and have not been reconciled since.
         silent_seconds: Time since the last event or request of each watch.
         refused: Kinds and namespaces that the API server refuses to show, with its message. Their

@@ -30,7 +30,7 @@ _THREAD = "kopf"
 
 
 class KopfThread:
-    """One run of `kopf.operator()`, ended by `stop`; each run needs its own instance.
+    """A run of `kopf.operator()`, ended by `stop`; each run needs its own instance.
 
     Args:
         access: Cluster and credentials.

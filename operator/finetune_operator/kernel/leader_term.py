@@ -60,7 +60,7 @@ class LeaderTerm:
     Args:
         client: Access to the cluster.
         settings: Settings of the process.
-        backends: Backends by name; by default those that installed packages register.
+        backends: Backends by name; by default the backends of installed packages.
         folder: Base of `file://./x` in a manifest; by default the current folder.
         listen: Returns a source of events of FineTuneJobs, which is used until it ends.
         now: The time, with a zone.

@@ -5,8 +5,8 @@ is queued again afterwards; a key that is added right after its reconcile is que
 delay, because one change of a gang causes many events. An urgent key overtakes keys that were added
 up to HEAD_START_SECONDS before it, so neither kind waits without a bound. Keys of one group, such
 as the jobs of a backend, get at most their share of the workers; meanwhile keys of other groups
-overtake them. The queue belongs to one event loop and uses its clock. Its methods are named as
-those of client-go's work queue.
+overtake them. The queue belongs to one event loop and uses its clock. Its methods have the names of
+client-go's work queue.
 """
 
 import asyncio

@@ -77,7 +77,7 @@ async def operate(
     Args:
         settings: Settings of the operator.
         stop: Set it to end.
-        backends: Backends by name; by default those that installed packages register.
+        backends: Backends by name; by default the backends of installed packages.
         folder: Base of `file://./x` in a manifest; by default the current folder.
 
     Raises:

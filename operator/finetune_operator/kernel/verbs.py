@@ -141,7 +141,7 @@ class Observer:
         if attempt is None or not limits.late_submit:
             return _ABSENT
         left = limits.late_submit + limits.submit
-        if attempt.stop_deadline is not None:  # nothing is submitted after the deadline was written
+        if attempt.stop_deadline is not None:  # no submit follows the write of the deadline
             left -= (self._now() - parse_rfc3339(attempt.stop_deadline)).total_seconds()
         if left <= 0:
             return _ABSENT
@@ -205,7 +205,7 @@ class Actions:
         """Cancel the attempt if that was decided; return whether all its parts are already gone.
 
         No event reports that: the backend caches the responses to its requests, so the same objects
-        from the watch change nothing.
+        from the watch do not change it.
         """
         ref, order = view.ref, decision.action(Cancel)
         if ref is None or seen is None or order is None:

@@ -1,1 +1,1 @@
-"""A small client of the Kubernetes API: JSON objects in, JSON objects or typed errors out."""
+"""A small client of the Kubernetes API, which returns JSON objects and raises typed errors."""

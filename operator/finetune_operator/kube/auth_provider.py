@@ -59,5 +59,5 @@ class AuthProvider:
         return self._header
 
     async def renew(self) -> None:
-        """Read the token again, because another process may have renewed it; else as `log_in`."""
+        """Read the token again, because another process may have renewed it; otherwise log in."""
         await self.log_in()

@@ -1,7 +1,7 @@
 """Cache of the objects of one kind, filled by watches, lists and responses to writes.
 
-The cache may be stale, and its readers have to cope with that. It never returns to an older version
-of an object: the response to a write may overtake the watch, and the watch may overtake a response.
+The cache may be stale, and readers must allow for that. It never replaces an object by an older
+version, although a response to a write and the watch may overtake each other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,8 +38,8 @@ def job_key_of(obj: Object) -> Key | None:
 def version_of(obj: Object) -> int:
     """Return the resourceVersion as a number.
 
-    Kubernetes 1.35 documents that versions are ordered numbers. So they are in all earlier API
-    servers, which use the revision of etcd.
+    Kubernetes 1.35 documents that versions are ordered numbers. Earlier API servers use the
+    revision of etcd, which is one, too.
     """
     return int(obj["metadata"]["resourceVersion"])
 
@@ -75,7 +75,8 @@ class ObjectCache:
     def of_job(self, job: Key) -> list[Object]:
         """Return the objects whose label names the job, sorted by name.
 
-        Callers compare the uid of the owner: objects of a deleted job of the same name may remain.
+        Callers compare the owner's uid, because objects of a deleted job with the same name may
+        remain.
         """
         return [self._objects[key] for key in sorted(self._of_job.get(job, ()))]
 
@@ -86,12 +87,12 @@ class ObjectCache:
             listener(key)
 
     def put(self, obj: Object) -> bool:
-        """Store an object unless the cached version is as new.
+        """Store an object unless the cached version is at least as new.
 
         Returns:
             Whether the object requires a reconcile. An older object does, too: the cached version
-            is then the response to a write of ours that overtook it, and includes a change by
-            another writer that no reconcile has seen yet.
+            is then the response to our own write, which overtook the watch and includes another
+            writer's change that no reconcile has seen yet.
         """
         key, version = key_of(obj), version_of(obj)
         cached = self._objects.get(key)
@@ -108,7 +109,7 @@ class ObjectCache:
         return True
 
     def remove(self, obj: Object) -> bool:
-        """Remove a deleted object, given in its last state or a newer one.
+        """Remove a deleted object; `obj` is its last version or newer.
 
         Returns:
             Whether an object was removed.
@@ -121,7 +122,7 @@ class ObjectCache:
         return self._forget(key)
 
     def forget_deletions(self, version: int) -> None:
-        """Forget deletions up to a version; no older response may still be in flight."""
+        """Forget deletions up to a version; call it only if no older response is in flight."""
         self._deleted = {key: seen for key, seen in self._deleted.items() if seen > version}
 
     def replace(

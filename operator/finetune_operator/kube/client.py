@@ -1,8 +1,8 @@
-"""The API server's verbs, used by the kernel and by backends.
+"""Client for the verbs of the API server, used by the kernel and by backends.
 
 Objects are plain JSON (`Object`), without a cache. Every failure is an `ApiError` of
-`finetune_operator.kube.api_errors`: the errors in a verb's docstring, and for all verbs
-ForbiddenError, UnauthorizedError, ThrottledError and UnavailableError.
+`finetune_operator.kube.api_errors`. Each verb's docstring lists its errors; every verb can also
+raise ForbiddenError, UnauthorizedError, ThrottledError and UnavailableError.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A compact form of objects that are cached by the hundred and rarely read: names and a JSON text.
+"""A compact form of objects that are cached in large numbers and rarely read.
 
 The informer of such a kind caches this form. A backend reads it with `expand`, and stores the
 responses to its writes in the same form.
@@ -16,7 +16,7 @@ def compact(obj: Object) -> Object:
 
     Status and annotations are dropped, because the operator does not write them.
     """
-    import orjson  # `ftctl validate` does without it
+    import orjson  # `ftctl validate` does not need it
 
     metadata = obj["metadata"]
     names = {key: metadata[key] for key in _NAMING if key in metadata}

@@ -105,7 +105,7 @@ class _PluginCredential:
 
 @dataclass
 class ExecPlugin:
-    """Runs a plugin, and reruns it shortly before its credential expires or after a 401.
+    """Runs a plugin, again shortly before its credential expires and after a 401.
 
     A new token applies at once; a new certificate applies to clients that are opened later.
 
@@ -140,7 +140,7 @@ class ExecPlugin:
         return (await self._current()).header
 
     async def renew(self) -> None:
-        """Rerun the plugin, unless another request on this event loop has just done so.
+        """Run the plugin again, unless another request on this event loop has just done so.
 
         Raises:
             KubeConfigError: the plugin fails or returns no credential.

@@ -15,7 +15,7 @@ from finetune_operator.kube.login import Certificate, Credentials, Fixed, Login,
 
 
 class _Part(BaseModel):
-    # Other programs may add fields; numbers count as strings, as for other readers.
+    # Other programs may add fields. Numbers are read as strings, as in other clients.
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
 
@@ -132,7 +132,7 @@ def _named(
                 try:
                     return model.model_validate(entry.get(kind) or {}), file
                 except ValidationError as error:
-                    # Without the value, which may be a password.
+                    # The error does not quote the value, which may be a password.
                     field = ".".join(map(str, error.errors()[0]["loc"]))
                     problem = error.errors()[0]["msg"]
                     message = f"{file}: {field} of {kind} {name}: {problem[0].lower()}{problem[1:]}"

@@ -1,4 +1,4 @@
-"""Labels that lead from an object of a backend to its job, an annotation, and a job's finalizer.
+"""Labels and an annotation of the objects of a job, and the finalizer of a job.
 
 The operator's caches retain these labels and this annotation.
 """
@@ -15,8 +15,11 @@ ATTEMPT_LABEL = "finetune.dev/attempt"
 GRACE_ANNOTATION = "finetune.dev/grace-seconds"
 """Grace period of a pod between SIGTERM and SIGKILL, unless a deletion sets another.
 
-The caches retain this annotation of a pod alone: another holds the whole trainer configuration.
+It is the only annotation of a pod that the caches retain, because another holds the whole trainer
+configuration.
 """
 
 FINALIZER = "finetune.dev/backend"
-"""Retains a deleted job whose attempt may still run outside the cluster; only on such jobs."""
+"""Finalizer that retains a deleted job while its attempt may still run outside the cluster. Other
+jobs do not have it.
+"""

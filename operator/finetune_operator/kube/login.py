@@ -33,7 +33,7 @@ class Certificate:
         Raises:
             KubeConfigError: the certificate or the key cannot be read.
         """
-        with tempfile.TemporaryDirectory() as folder:  # ssl reads certificates from files alone
+        with tempfile.TemporaryDirectory() as folder:  # ssl reads certificates only from files
             certificate = _as_file(self.certificate, folder)
             key = None if self.key is None else _as_file(self.key, folder)
             try:

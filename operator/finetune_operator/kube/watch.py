@@ -1,4 +1,4 @@
-"""Watched kinds of objects, and the fields of them that are cached; each backend lists its own."""
+"""Watched kinds of objects and their cached fields; each backend declares its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Watch:
     Backends share one cache per kind: two backends that watch the same kind must trim it equally.
 
     Attributes:
-        selector: Label selector; None if objects of the kind belong to no single job.
+        selector: Label selector; None if objects of the kind do not belong to a single job.
         trim: Returns the cached fields of an object.
         is_vital: Whether no job is reconciled while the kind cannot be listed and watched.
     """

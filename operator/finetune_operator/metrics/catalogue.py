@@ -1,7 +1,7 @@
 """Every metric of the operator, declared once with the trainer's `Metric`.
 
-The metrics page and `docs/reference/metrics.md` follow from it. The operator exports series of all
-jobs, each with the labels of its job, which the scrape configuration must not overwrite
+The metrics page and `docs/reference/metrics.md` are generated from it. The operator exports series
+of all jobs, each with the labels of its job, which the scrape configuration must not overwrite
 (`honorLabels`).
 """
 

@@ -1,6 +1,7 @@
 """Counters and histograms of an operator process, whether it leads or not.
 
-prometheus-client is imported by the first count: `ftctl run` need not wait for it at its start.
+prometheus-client is imported by the first count, so that it does not delay the start of `ftctl
+run`.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """Counters and histograms by metric, without a registry: tests run several operators."""
+    """Counters and histograms by metric, without a registry, so that tests can run several."""
 
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {}
@@ -34,7 +35,7 @@ class Counts:
         self.prepare(metric, *values).observe(value)
 
     def prepare(self, metric: Metric, *values: str) -> "Histogram":
-        """Return a histogram, which is exported from now on, empty or not."""
+        """Return a histogram, which is exported from now on even if it is empty."""
         from prometheus_client import Histogram
 
         if metric.name not in self._histograms:

@@ -88,7 +88,7 @@ def _gpu_seconds(job: JobNow) -> Series:
 
 
 def _restarts(job: JobNow) -> Series:
-    """Yield the restarts of the written status: others would be counted again by a new leader."""
+    """Yield the restarts of the written status; a new leader would count others again."""
     written = _part(job.status, "ledger").get("restarts") or ()
     counts = {suspect["failureClass"]: suspect["count"] for suspect in written}
     for failure in catalogue.RESTARTED:

@@ -1,4 +1,4 @@
-"""The operator's metrics as Prometheus reads them: the catalogue's, and no others.
+"""The operator's metrics page: the metrics of the catalogue in the Prometheus text format.
 
 `kernel/health.py` serves the page. It is rendered in a thread, because rendering many jobs takes
 longer than the event loop may be blocked. Only `render` imports prometheus-client.

@@ -1,4 +1,4 @@
-"""Derive the trainer's configuration from a plan; the only module with both contracts."""
+"""Derive the trainer's configuration from a plan; the only module that imports both contracts."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from finetune_trainer import config as trainer
 SPOT_MEAN_TIME_BETWEEN_FAILURES = 7_200
 MEAN_TIME_BETWEEN_FAILURES = 86_400
 GARBAGE_EVERY_STEPS = 50
-"""Interval on GPUs, where a rank that collects garbage blocks all others."""
+"""Steps between garbage collections on GPUs, where a rank that collects garbage blocks all others.
+"""
 SCHEDULED_EVENTS = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 """URL at which an Azure machine announces its eviction."""
 

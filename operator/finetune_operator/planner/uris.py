@@ -6,7 +6,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 
 HUB = "hf://"
 
-# The libraries would interpret any other name as a local folder.
+# Names that the hub allows; the libraries would interpret any other name as a local folder.
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 

@@ -1,7 +1,7 @@
 """A fake backend that a test scripts; it starts no process.
 
-The fake passes `suite`, so code that works with it fails with another backend only for reasons of
-that backend. It is deterministic: it reads neither the time nor random numbers.
+The fake passes `suite`, so if code works with it and fails with another backend, the cause is that
+backend. It is deterministic: it reads neither the time nor random numbers.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`finetune.dev/v1alpha1`: the models are the source, what is in `crds/` is generated."""
+"""`finetune.dev/v1alpha1`: the files in `crds/` are generated from these models."""
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec, ObjectMeta
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile, FineTuneProfileSpec

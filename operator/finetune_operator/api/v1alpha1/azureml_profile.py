@@ -12,7 +12,7 @@ Guid = Annotated[
     str, Field(pattern="^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$", max_length=36)
 ]
 DatastoreName = Annotated[str, Field(pattern="^[A-Za-z0-9_]+$", max_length=255)]
-# A submission without a response is searched for in the workspace that the profile names, and the
+# After a submission without a response, the job is searched for in the profile's workspace, and the
 # next attempt searches its datastore for checkpoints.
 _STAYS = Rule(
     "self == oldSelf",

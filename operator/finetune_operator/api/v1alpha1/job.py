@@ -29,7 +29,7 @@ _PROCESSES = (
     "has(self.topology.processesPerNode) ? self.topology.processesPerNode : 1)"
 )
 _RANKS = f"(self.topology.nodes * {_PROCESSES})"
-# auto may choose 1, so 1 must fit
+# auto may choose 1, so 1 must be valid
 _MICRO_BATCH = "(type(self.training.microBatchSize) == int ? int(self.training.microBatchSize) : 1)"
 _PARALLEL = "(self.strategy.tensorParallel * self.strategy.pipelineParallel)"
 _STEP = f"({_RANKS} * {_MICRO_BATCH} / {_PARALLEL})"
@@ -267,7 +267,8 @@ class FineTuneJob(ApiModel):
     spec: FineTuneJobSpec
     status: FineTuneJobStatus = Field(
         FineTuneJobStatus(),
-        # One owner, so managedFields need not hold each of its fields, which every write would pay.
+        # An atomic map has one owner, so managedFields do not list each field, which would cost
+        # time on every write.
         json_schema_extra={"x-kubernetes-map-type": "atomic"},
     )
 
@@ -278,7 +279,7 @@ class FineTuneJob(ApiModel):
             "because the names of its pods derive from it; rename the job",
             field="metadata.name",
         ),
-        # An attempt after the first may have fewer ranks, so the rule holds only before the first.
+        # Attempts after the first may have fewer ranks, so the rule applies only before the first.
         Rule(
             "(has(self.status) && self.status.attempt > 0) || "
             "self.spec.strategy.type != 'fsdp' || [self.spec.topology].all(topology, "

@@ -25,7 +25,7 @@ class Quantization(StrEnum):
     INT8 = "int8"
 
 
-_NAME_ENDING = r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"  # of a module; a pattern would match none
+_NAME_ENDING = r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"  # not a pattern
 
 
 class LoraSpec(ApiModel):

@@ -2,8 +2,8 @@
 
 Always: suspend, deadlines, observability, ttlSecondsAfterFinished, topology.nodes,
 restartPolicy.maxRestarts and .maxDisruptions. Never: managedBy and backend.type. Everything else
-changes only while the job is suspended, so that no attempt runs another spec than the one shown.
-`ftctl run` uses it to apply a changed manifest to an unfinished job.
+may change only while the job is suspended, so that a running attempt always has the spec that is
+shown. `ftctl run` uses these rules to apply a changed manifest to an unfinished job.
 """
 
 from collections.abc import Iterable
@@ -26,11 +26,12 @@ _FROZEN = (
     "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
     "checkpoint.resumeFrom",
 )  # fmt: skip
-"""Fields that determine what is learned in which order, and the location of checkpoints. If one of
-them changes, existing checkpoints cannot be used."""
-# A write of the status leaves the spec as it is, whatever it sends along. Comparing specs costs the
-# API server more than the rest of such a write, and every status that the operator writes has a
-# changed ledger.
+"""Fields that determine the course of the training and the location of checkpoints. After a change
+of such a field, existing checkpoints cannot be used.
+"""
+# A write of the status cannot change the spec. It is recognised by its ledger, which every status
+# that the operator writes changes, and the specs are not compared, because that costs the API
+# server more than the rest of the write.
 _WRITES_STATUS = (
     "(has(self.status.ledger) && has(oldSelf.status.ledger) && "
     "self.status.ledger != oldSelf.status.ledger) || "
@@ -40,7 +41,7 @@ _WRITES_STATUS = (
 _WRONG, _DO = "cannot change while the job is not suspended", "; set spec.suspend: true first"
 
 NEVER_CHANGES = Rule("self == oldSelf", "cannot change after creation; create another job")
-"""For a field with a default, which is present before and after an update."""
+"""For a field that has a default and is therefore present before and after an update."""
 
 
 def _is_same(field: str) -> str:
@@ -64,7 +65,7 @@ def changes_only_while_suspended() -> Rule:
 
 
 def changes_of_training(old: ApiModel, new: ApiModel) -> list[str]:
-    """Return the changed fields because of which a checkpoint of `old` cannot be used for `new`."""
+    """Return the changed fields that make checkpoints of `old` unusable for `new`."""
     return _changed(old, new, _FROZEN)
 
 

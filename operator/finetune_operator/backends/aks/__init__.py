@@ -1,1 +1,1 @@
-"""The aks backend: one Indexed Job per attempt, on the nodes that a FineTuneProfile chooses."""
+"""The aks backend: runs each attempt as one Indexed Job, on the nodes that a profile selects."""

@@ -1,9 +1,9 @@
 """Find the profile of a job: the snapshot of its first attempt, or the current profile.
 
-Later attempts use the snapshot, so that a changed image does not meet an old checkpoint. `allow` is
+Later attempts use the snapshot, so that a changed image never reads an old checkpoint. `allow` is
 read again each time, so that a permission can be revoked. The batch Job of each attempt stores the
-snapshot. Users who may patch batch Jobs but not create pods could write another image there.
-The job's status therefore holds a digest of the snapshot and of the other children (`kept`), and a
+snapshot. Users who may patch batch Jobs but not create pods could write another image there. The
+job's status therefore holds a digest of the snapshot and of the other children (`kept`), and a
 changed snapshot is refused.
 """
 
@@ -41,7 +41,7 @@ class Snapshot(ApiModel):
     def to_annotation(self) -> str:
         """Return the fields that later attempts use: all except `allow`, which is read again.
 
-        Defaults are included, because another version of the operator may have others.
+        Defaults are included, because they may differ in another version of the operator.
         """
         return self.model_dump_json(by_alias=True, exclude_none=True, exclude={"spec": {"allow"}})
 
@@ -52,7 +52,7 @@ def aks_of(job: FineTuneJob) -> AksSpec:
 
 
 class AttemptProfiles:
-    """Profiles of jobs, as their attempts use them.
+    """Returns the profile that an attempt of a job uses.
 
     Args:
         cluster: The cluster, in the operator.
@@ -100,7 +100,7 @@ class AttemptProfiles:
         try:
             return Snapshot.model_validate_json(_snapshot_text(mine[number]))
         except ValidationError:
-            return None  # written by a version with other fields; the current profile has them
+            return None  # written by an operator with other profile fields; use the current profile
 
 
 def digest_of(batch_job: Object) -> str:

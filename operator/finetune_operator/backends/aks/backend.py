@@ -1,7 +1,7 @@
 """The aks backend: an attempt is one Indexed Job in the job's own namespace.
 
-This file only connects the verbs to their modules. Verbs that send requests are in
-`live_attempts`, whose libraries `ftctl render` and `validate` do not import.
+This file only connects the verbs to their modules. Verbs that send requests are in `live_attempts`,
+so that `ftctl render` and `validate` do not import its libraries.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -54,7 +54,8 @@ class AksBackend(Backend):
     finds_from_cache: ClassVar[bool] = True
     runs_without_cluster: ClassVar[bool] = False
     watches: ClassVar[tuple[Watch, ...]] = WATCHES
-    # Generous: each request to the API server has its own timeout with a more precise error.
+    # The limits are generous, because each request to the API server has its own timeout with a
+    # more precise error.
     limits: ClassVar[Limits] = Limits(
         submit=120.0, find=60.0, observe=60.0, cancel=60.0, collect=60.0
     )

@@ -18,7 +18,7 @@ from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
 
 MIN_GRACE_SECONDS = 1.0
-"""With 0 the API server would delete a pod whose processes may still write."""
+"""With 0 the API server would delete the pod object while its processes may still write."""
 
 _TOLERANCE = timedelta(seconds=2)  # smaller differences are not worth a request per pod
 
@@ -37,7 +37,7 @@ class Canceller:
     async def cancel(
         self, children: Children, name: AttemptName, uid: str, until: datetime
     ) -> None:
-        """Stop the attempt at a time; a later call can only make it earlier.
+        """Stop the attempt at this time; a later call can only set an earlier time.
 
         Raises:
             ApiError: The API server refuses or does not respond.
@@ -55,7 +55,7 @@ class Canceller:
     async def _hurry(
         self, children: Children, pods: Iterable[Object], until: datetime, ends: dict[str, datetime]
     ) -> None:
-        """Delete pods that would end later; the API server only accepts an earlier end."""
+        """Delete pods that would end later; the API server accepts only an earlier end."""
         now = self._now()
         for pod in pods:
             metadata = pod["metadata"]
@@ -132,7 +132,7 @@ async def _set_passed_deadline(children: Children, name: AttemptName, uid: str) 
 
 
 def _own_end(metadata: Object, now: datetime) -> datetime:
-    """Return when the pod is killed if its controller deletes it now or has deleted it."""
+    """Return when the pod is killed, given that its controller has deleted it or deletes it now."""
     if (ends := metadata.get("deletionTimestamp")) is not None:
         return datetime.fromisoformat(ends)
     annotations = metadata.get("annotations") or {}

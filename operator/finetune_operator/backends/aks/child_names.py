@@ -57,7 +57,7 @@ class AttemptFacts(ApiModel):
         metrics_port: Port of the nodes' pages; the page of rank 0's node has /progress.
         status_interval_seconds: Shortest time between two reads of the progress of a steady run.
         output: URI of the folder of the trained model.
-        output_folder: Its path in a pod; empty if unknown.
+        output_folder: Path of that folder in a pod; empty if unknown.
         service: Service that gives rank 0 its name if the operator writes the endpoints; else
             empty.
     """

@@ -1,7 +1,7 @@
 """Existing children of a job, from the operator's caches or from the API server.
 
-A cache is used once it contains a full list. Before that, or without an informer, the API server is
-asked.
+A cache is used once it contains a full list. Before that, and for kinds without an informer, the
+object is read from the API server.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Children:
             return None
 
     async def other_batch_jobs(self, name: AttemptName, job_uid: str) -> list[Object]:
-        """Return the batch Jobs of the job's other attempts; without a cache, the last one's."""
+        """Return the batch Jobs of the job's other attempts; without a cache, of the last one."""
         cache = self.cluster.cache(JOBS)
         found: list[Object | None] = [*cache.of_job(name.key)]
         if not cache.is_synced:
@@ -62,7 +62,7 @@ class Children:
         return [one for one in found if is_owned(one, uid)]
 
     def kept(self, resource: Resource, name: AttemptName) -> Object | None:
-        """Return the compact form of a child of the job, as last seen; see `expand`."""
+        """Return the newest compact form of a child of the job; see `expand`."""
         return self.cluster.cache(resource).get(Key(name.namespace, child_name(name.job)))
 
     def note_child_response(self, resource: Resource, obj: Object) -> None:

@@ -1,8 +1,8 @@
 """Retain the terminated pods of an attempt until it finishes, even after they are deleted.
 
 A suspended Job's controller deletes its pods without a trace, perhaps before the attempt is
-observed. The pods are retained only in memory: after a restart the operator knows only that they
-were preempted, if it had given the attempt up.
+observed. The pods are retained only in memory. After a restart the operator knows only that they
+were preempted, and only if it had failed the suspended Job itself.
 """
 
 from collections.abc import Sequence

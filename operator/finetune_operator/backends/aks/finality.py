@@ -1,7 +1,7 @@
 """Whether a batch Job can ever create a pod again, even if a client resumes or edits it. Pure.
 
-An attempt has ended for `observe`, and `predecessors` admits the next one, only when it cannot.
-Conditions of its controller are final: `Complete` and `Failed` cannot be reverted, and the
+Only when it cannot, `observe` reports the attempt as ended and `predecessors` admits the next
+attempt. Conditions of its controller are final: `Complete` and `Failed` cannot be reverted, and the
 API server refuses to remove `FailureTarget`. Fields that merely pause a Job are not final:
 `suspend`, `parallelism`, and `activeDeadlineSeconds`, which does not run while the Job is suspended
 and starts again when it is resumed, so that pods would train for a second.

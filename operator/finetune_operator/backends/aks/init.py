@@ -26,16 +26,18 @@ _last=$?
 case $_last in 127 | -1) ;; *) _code=$_last ;; esac
 exit "${_code-$_last}"
 """
-# For dash, BusyBox and bash: - A newly forked process has the shell's traps until it has dropped
-# them, and signals that arrive   in between are lost. So it reports itself (USR1) when a signal
-# would end it or its program. - bash runs a trap that arrives at the very start of `wait` without
-# leaving `wait`, and none after   that. So USR1, which arrives just then, is awaited before (1 ms;
-# without an extra command,   during which bash drops SIGINT), and no slow command directly precedes
-# `wait`. - Every signal becomes SIGTERM, because background processes of a shell ignore SIGINT. - A
-# trap interrupts `wait`, whose code is then the signal's. While `kill -0` finds the child, it   has
-# not been reaped, and `wait` has more to report. Its last code may still be a signal's:   called
-# again, it reports the child's own code or, if already reported, 127 (bash: or -1). - `wait` reaps
-# orphans, too. - `${$}` is this shell: the kubelet reduces `$$` to `$`, and replaces `$(NAME)`.
+# The script works in dash, BusyBox and bash:
+# - A new child has the shell's traps until it drops them, and loses signals that arrive in between.
+#   It therefore reports itself (USR1) when a signal would end it or its program.
+# - bash runs a trap at the very start of `wait` without leaving `wait`, and runs none after that.
+#   USR1, which arrives at this moment, is therefore awaited before `wait`: for 1 ms, during which
+#   bash would drop SIGINT without the extra command. No slow command directly precedes `wait`.
+# - Every signal is forwarded as SIGTERM, because background processes of a shell ignore SIGINT.
+# - A trap interrupts `wait`, which then returns the signal's code. While `kill -0` finds the child,
+#   it is not reaped, and `wait` has more to return. Its last code may still be a signal's: the next
+#   call returns the child's own code or, if that was already returned, 127 (bash: or -1).
+# - `wait` reaps orphans, too.
+# - `${$}` is this shell. The kubelet reduces `$$` to `$`, and replaces `$(NAME)`.
 
 
 def below_init(init: Sequence[str] | None, command: Sequence[str]) -> list[str]:

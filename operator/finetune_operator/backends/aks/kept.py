@@ -112,6 +112,7 @@ def _overlaid(there: Any, ours: Any, field: str = "") -> Any:
         return merged
     if isinstance(ours, list) and isinstance(there, list) and len(ours) == len(there):
         pairs = zip(there, ours, strict=True)
-        # As a whole, because the server's defaults of an item may belong to its changed fields.
+        # The list is compared as a whole, because the server's defaults of an item may depend on
+        # its changed fields.
         return there if all(_overlaid(one, mine) == one for one, mine in pairs) else ours
     return ours

@@ -1,6 +1,7 @@
-"""The verbs that send requests to the cluster; `AksBackend` creates it on their first use.
+"""The verbs of the aks backend that send requests to the cluster.
 
-Its memory may be lost: after a restart all important state is found in the cluster.
+`AksBackend` creates `LiveAttempts` on first use. Its memory may be lost, because after a restart
+all important state is found in the cluster.
 """
 
 from collections import defaultdict
@@ -80,14 +81,13 @@ class LiveAttempts:
         Args:
             name: Name of the attempt.
             job_uid: Uid of the job.
-            is_opened: An unanswered request may have created it, so absence from a cache, which may
-                be
-                late, is no proof.
+            is_opened: Whether a request without a response may have created it. Its absence from a
+                cache, which may be late, is then no proof.
 
         Raises:
             AlreadyOwnedError: Orphaned pods are alive that no controller ends.
-            NotCreatedError: Pods of the attempt live without their Job, or another attempt has not
-                ended.
+            NotCreatedError: Pods of the attempt are alive without their Job, or another attempt has
+                not ended.
             ApiError: The API server does not respond.
         """
         there = await self._children.batch_job(name)

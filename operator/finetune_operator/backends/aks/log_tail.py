@@ -1,4 +1,4 @@
-"""Store the end of the log of the root cause's pod, because pods and their logs are deleted.
+"""Store the end of the root cause's log, because pods are deleted with their logs.
 
 It becomes an annotation of the batch Job, once, as soon as the attempt has failed.
 """
@@ -19,7 +19,7 @@ from finetune_trainer.config import ExitCode
 log = logging.getLogger(__name__)
 
 NUM_LINES = 50
-_READ_SECONDS = 3.0  # its node may be lost
+_READ_SECONDS = 3.0  # the pod's node may be lost
 _MAX_CHARACTERS = 16_384
 _MOST_TRIES = 3
 
@@ -44,7 +44,7 @@ class LogTails:
             return
         pod = root_cause_pod(pods)
         if pod is None or termination_of(pod).termination.exit_code == ExitCode.PREEMPTED:
-            return  # it never ran, or was preempted
+            return  # the pod never ran, or was preempted
         uid = batch_job["metadata"]["uid"]
         text = await _log_tail(children, pod)
         change = {"metadata": {"uid": uid, "annotations": {LOG_TAIL_ANNOTATION: text}}}

@@ -1,4 +1,4 @@
-"""How pods of a job find each other, and which pods may connect to them. Pure."""
+"""The Service, EndpointSlice and NetworkPolicy of a job. Pure."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _SERVICE_NAME = "kubernetes.io/service-name"
 
 
 def rendezvous_host(name: AttemptName, service: str) -> str:
-    """Return rank 0's name, which differs per attempt because resolvers cache addresses.
+    """Return the host name of rank 0, which differs per attempt because resolvers cache addresses.
 
     It omits the cluster's domain, which a pod's search list adds.
     """

@@ -45,11 +45,12 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
     all_gone = not alive and creates_no_more_pods(batch_job, pods, wanted)
-    # A batch Job that another client made smaller is Complete without finishing its work, and all
-    # pods are done up to seconds before the Job reports it.
+    # A batch Job that another client has made smaller becomes Complete without finishing its work.
+    # And all pods may have ended seconds before the Job reports it.
     is_complete = has(batch_job, "Complete") and size == wanted
     done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}
-    # Exit codes of 0 complete a batch Job, whatever its trainers report (with_seen_exit_code).
+    # If all exit codes are 0 the batch Job is Complete, whatever its trainers report
+    # (with_seen_exit_code).
     contradicted = any(end.index not in done for end in ends)
     if len(done) == wanted or (is_complete and not contradicted):
         return _succeeded(ends, all_gone=all_gone)
@@ -82,7 +83,7 @@ def _order(end: PodTermination) -> tuple[int, int]:
 
 
 def _succeeded(ends: Sequence[PodTermination], *, all_gone: bool) -> Observation:
-    """Use rank 0's termination, because rank 0 exports."""
+    """Return the observation of a success, with the termination of rank 0, which exports."""
     done = [end for end in ends if end.termination.exit_code == ExitCode.DONE]
     first = min(done, key=lambda one: one.index, default=None)
     termination = first.termination if first else None

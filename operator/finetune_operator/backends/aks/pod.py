@@ -30,7 +30,9 @@ STAY_ANNOTATIONS = {
 HUB_TOKEN = "HF_TOKEN"
 _PROBE_SECONDS = 30
 EXTRA_GRACE_SECONDS = 10
-"""The main process ends its ranks at the end of the grace, then writes a termination message."""
+"""The main process ends its ranks at the end of the grace period, then writes a termination message
+in this time.
+"""
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,9 @@ def _heartbeat(run_dir: str, hang_seconds: int) -> Json:
     """Return the probe that kills a pod whose trainer can no longer end itself.
 
     Only rank 0 has a heartbeat, so other pods always pass. The trainer's own watchdog must act
-    first, because it logs the stack of every rank: the probe begins to fail after the same time,
-    and
-    kills only after it has failed for as long again. It must not kill a healthy run whose storage
-    hangs for a minute either, and a probe that times out counts as failed.
+    first, because it logs the stack of every rank. The probe therefore begins to fail after the
+    same time, and kills only after it has failed for that time again. Because a probe that times
+    out counts as failed, the limit also tolerates storage that hangs for a minute.
     """
     minutes = max(1, -(-hang_seconds // 60))
     test = (

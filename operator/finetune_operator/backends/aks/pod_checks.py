@@ -24,7 +24,7 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def impossible(job: FineTuneJob) -> list[Problem]:
-    """Return the problems that no profile could solve."""
+    """Return the problems that would exist with any profile."""
     return [*_uris(job), *_folders(job), *_port(job), *_forms(job), *_pod_metadata(job)]
 
 
@@ -137,7 +137,7 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    """Check that volumes of the profile that the job writes are writable and outlive the pod."""
+    """Check that the profile's volumes on which the job writes are writable and outlive the pod."""
     for path, uri in uris.outputs_of(job).items():
         name = volumes.claim_path(uri).claim
         volume = volumes.volume_of(name, profile.spec)

@@ -27,8 +27,8 @@ MOUNT_ROOT = "/extra"
 """A job may mount its volumes only below it: no image has code there that a mount could hide."""
 
 _SCHEDULING = ("affinity", "nodeSelector", "tolerations")
-# The operator's own variables, and variables that can load code into the trainer (and so use its
-# identity), send a token elsewhere, or give a container devices that it did not request.
+# The operator's own variables, and variables that can load code into the trainer, which could then
+# use its identity, send a token elsewhere, or give a container devices that it did not request.
 _RESERVED_ENV = (
     "AZURE_*", "CUDA_VISIBLE_DEVICES", "FINETUNE_*", "HF_ENDPOINT", "HF_HOME", "HF_TOKEN", "HOME",
     "JOB_COMPLETION_INDEX", "LD_*", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -126,7 +126,7 @@ def requested_cpu(template: PodTemplate | None) -> str | int | None:
 
 def _problem(finding: Finding) -> Problem:
     text = finding.message
-    if finding.is_unknown:  # to us, but perhaps not to Kubernetes
+    if finding.is_unknown:  # unknown to this schema, but perhaps known to Kubernetes
         text = f"cannot be set by a job; {text.partition('; ')[2]}"
     return Problem(show_path(finding.path), text)
 

@@ -1,4 +1,4 @@
-"""How one pod ended: by its termination message, or else by its status. Pure."""
+"""Determine how a pod ended, from its termination message or else from its status. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,8 @@ def termination_of(pod: Object) -> PodTermination:
 def _disruption(pod: Object) -> str:
     """Return why the cluster disrupted the pod; empty if it did not.
 
-    An eviction by the kubelet is no disruption: the pod exhausted its node, the job's own fault.
+    An eviction by the kubelet does not count, because the pod exhausted its node: the fault is the
+    job's.
     """
     target, status = condition(pod, "DisruptionTarget"), pod.get("status", {})
     if target.get("status") != "True" or status.get("reason") == "Evicted":
@@ -108,7 +109,7 @@ def _from_container(name: str, index: int, ended: Any) -> Termination:
 def _without_message(name: str, index: int, code: int, reason: str, tail: str) -> Termination:
     """Return how a pod without the trainer's message ended.
 
-    Node 0 always has a message, because rank 0 runs there under every launcher; others may not.
+    Node 0 always leaves a message, because every launcher runs rank 0 there; other nodes may not.
     """
     last = tail.strip()[-_LONGEST_TAIL:]
     if reason == "OOMKilled":
@@ -157,7 +158,7 @@ def _parse(message: str) -> Termination | None:
     try:
         return Termination.model_validate_json(message)
     except ValidationError:
-        return None  # the end of the log, which Kubernetes uses if there is no message
+        return None  # then the text is the end of the log
 
 
 def _termination(code: int, failure: FailureClass, message: str) -> Termination:

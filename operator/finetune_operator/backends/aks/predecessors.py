@@ -1,8 +1,8 @@
 """End what must not run beside an attempt: other attempts, and orphaned pods.
 
-Called before an attempt is created or reported absent, and with each observation of one, because
-a client may resume an earlier attempt. The operator does not delete an orphaned pod: it may be
-saving, and a user has orphaned it on purpose. The job waits instead, with a message that names the
+Called before an attempt is created or reported absent, and with each observation of one, because a
+client may resume an earlier attempt. The operator does not delete an orphaned pod, because the pod
+may be saving and a user has orphaned it on purpose. The job waits, with a message that names the
 pods to delete.
 """
 
@@ -37,7 +37,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """End the job's other attempts; return an attempt that may still create a pod."""
+    """End the job's other attempts; return one that may still create a pod, if there is one."""
     others = await children.other_batch_jobs(name, job_uid)
     living = [one for one in others if not has_decided(one)]
     for one in living:

@@ -18,10 +18,11 @@ _TIMEOUT_SECONDS = 2.0
 _PATIENCE_SECONDS = 0.05  # time in which a healthy pod responds
 _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
-_PART = 0.25  # fraction of the time so far: after a long wait, the next one may be a little longer
+_PART = 0.25  # the next wait as a fraction of the time so far
 _LONG_SILENCE_SECONDS = 60.0
 _MAX_BYTES = 1 << 20
-# Tokenizing is excluded although it may take long, because a user waits for the first step.
+# Phases in which progress is read less often. Tokenizing is not among them although it may take
+# long, because a user waits for the first step.
 _STEADY = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.ANSWERING})
 
 
@@ -170,7 +171,7 @@ class ProgressReader:
 
 
 async def _read(content: "aiohttp.StreamReader") -> bytes:
-    """Return the body, cut at a size that no progress reaches."""
+    """Return the body, truncated at a size larger than any progress."""
     body = bytearray()
     async for part in content.iter_any():
         body += part

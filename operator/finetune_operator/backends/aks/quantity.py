@@ -1,4 +1,4 @@
-"""Amounts as Kubernetes writes them, such as 500m or 16Gi, as numbers. Pure."""
+"""Parse quantities of Kubernetes, such as 500m or 16Gi. Pure."""
 
 import re
 from decimal import Decimal
@@ -11,7 +11,7 @@ def amount(text: str | int) -> Decimal:
     """Return the amount: cores, bytes or pieces.
 
     Raises:
-        ValueError: The text is no amount, or in an unusual form such as 1e3.
+        ValueError: The text is not a quantity, or has an unusual form such as 1e3.
     """
     found = _FORM.fullmatch(str(text))
     if found is None or found[2] == "K":

@@ -1,6 +1,6 @@
-"""Publish the name of rank 0's pod, if the profile leaves that to the operator: one EndpointSlice.
+"""Publish the address of rank 0's pod in an EndpointSlice, if the profile selects that.
 
-Called with each observation of an attempt; writes only if the name has another address.
+Called with each observation of an attempt; writes only if the address has changed.
 """
 
 import asyncio
@@ -48,16 +48,16 @@ class RankZeroNames:
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
-        self._new: set[str] = set()  # attempts of which no slice can exist yet
+        self._new: set[str] = set()  # attempts that cannot have a slice yet
         self._refused: dict[str, _Refused] = {}
 
     def note_submitted(self, uid: str, number: int) -> None:
-        """Note that this process has just submitted the attempt of that number."""
+        """Record that this process has just submitted the attempt with this number."""
         if number == 1:
             self._new.add(uid)
 
     def given(self, uid: str) -> str:
-        """Return the address that the attempt's name has; empty if unknown."""
+        """Return the published address of the attempt; empty if unknown."""
         return self._given.get(uid, "")
 
     async def give(
@@ -68,7 +68,7 @@ class RankZeroNames:
         recorded: Object | None,
         address: str,
     ) -> Obstacle | None:
-        """Publish this address under rank 0's name; return the obstacle, if any.
+        """Publish this address of rank 0; return the obstacle, if there is one.
 
         `recorded` is the EndpointSlice that the batch Job records; None if it records none.
 
@@ -83,8 +83,8 @@ class RankZeroNames:
             return refused.obstacle
         try:
             if recorded is None:
-                # Not from the facts, into which a client could have written the name of another
-                # Service.
+                # The name is not read from the facts, because a client could have written the name
+                # of another Service there.
                 service = child_name(name.job)
                 metadata = _metadata(batch_job, service)
                 recorded = rank_zero_slice(metadata, service, name.host, address)
@@ -131,7 +131,7 @@ class RankZeroNames:
 
 
 def _targets(recorded: Object) -> list[tuple[str, list[str]]]:
-    """Return the part of a slice that resolvers see."""
+    """Return the part of a slice that determines the address."""
     endpoints = recorded.get("endpoints") or ()
     return [(one.get("hostname", ""), one["addresses"]) for one in endpoints]
 

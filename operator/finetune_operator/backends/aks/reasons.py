@@ -75,7 +75,7 @@ def _of_pod(pod: Object) -> Obstacle | None:
 
 
 def may_be_explained_by_events(batch_job: Object, pods: Sequence[Object]) -> bool:
-    """Return whether a gang without an obstacle may wait for a cause that only Events explain.
+    """Return whether a gang without an obstacle may wait for a reason that only Events give.
 
     A pod without a node is excluded, because the scheduler's reason is in its status.
     """
@@ -88,7 +88,7 @@ def may_be_explained_by_events(batch_job: Object, pods: Sequence[Object]) -> boo
 def from_events(events: Iterable[Object], uids: frozenset[str]) -> Obstacle | None:
     """Return the obstacle in the newest explanatory Event about the objects.
 
-    Only Events report mounts that fail, and pods that cannot be created.
+    Failed mounts, and pods that cannot be created, are reported only by Events.
     """
     explaining = [
         one

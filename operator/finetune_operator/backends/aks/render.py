@@ -1,6 +1,6 @@
 """Turn a plan and a profile into the exact manifests of one attempt. Pure.
 
-`AksBackend.render` and with it `ftctl render` call it; `submit` creates the results in order.
+`AksBackend.render` calls it, also for `ftctl render`. `submit` creates the objects in this order.
 """
 
 import json
@@ -112,7 +112,8 @@ def _batch_job(plan: Plan, profile: Snapshot, name: AttemptName, children: str) 
             "completionMode": "Indexed",
             "completions": plan.nodes,
             "parallelism": plan.nodes,
-            # The operator restarts the gang: no pod is ever replaced within an attempt.
+            # Pods are never replaced within an attempt, because the operator restarts the whole
+            # gang.
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": _failure_rules()},

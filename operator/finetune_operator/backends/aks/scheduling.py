@@ -12,7 +12,7 @@ Json = dict[str, Any]
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 AGENT_POOL = "kubernetes.azure.com/agentpool"
 HOST = "kubernetes.io/hostname"
-# AKS deprecates the first and does not set the second everywhere yet.
+# AKS deprecates the first label and does not set the second on all nodes yet.
 SPOT_LABELS = ("kubernetes.azure.com/scalesetpriority", "kubernetes.azure.com/priority")
 SPOT_TAINT = {
     "key": "kubernetes.azure.com/scalesetpriority",
@@ -68,7 +68,7 @@ def affinity(
         apart = [{**selector, "topologyKey": HOST}]
         rules["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
     elif key and uses_rdma(spec, profile):
-        # InfiniBand does not reach further, so a pod elsewhere could never join.
+        # InfiniBand does not reach beyond a pool, so a pod elsewhere could never join.
         close = [{**selector, "topologyKey": key}]
         rules["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": close}
     elif key:

@@ -1,4 +1,4 @@
-"""Create the children of an attempt once, and never change foreign objects.
+"""Create the children of an attempt once, without changing objects of others.
 
 Called by `AksBackend.submit`. Names follow from job and attempt, so after a crash the same calls
 find the created objects. If a name is taken, only an object that the job owns is adopted.
@@ -80,7 +80,7 @@ async def create_or_adopt(
         wanted: The object.
         job_uid: Uid of the job that must own it.
         there: The existing object, if known.
-        is_there: It probably exists, so it is read before any write.
+        is_there: Whether it probably exists, so that it is read before any write.
 
     Raises:
         AlreadyOwnedError: The object has another owner.
@@ -128,9 +128,9 @@ def in_the_way(resource: Resource, name: str, owner: Mapping[str, str]) -> str:
 
 
 async def _delete_old(children: Children, name: AttemptName, job_uid: str) -> None:
-    """Delete the batch Job of the attempt before the last one, whose own logs stay readable.
+    """Delete the batch Job of the second to last attempt; the last one's logs stay readable.
 
-    Called before the new one is created, because it is not called again once that exists.
+    Called before the new batch Job is created, because it is not called again once that exists.
     """
     old = AttemptName(name.namespace, name.job, name.number - 2)
     there = await children.batch_job(old) if old.number > 0 else None

@@ -1,8 +1,8 @@
 """Restore children of a running attempt that others delete or change, with a growing backoff.
 
-`LiveAttempts.observe` calls it each time; while no child has changed it only compares their
-versions. Without an intact annotation on the batch Job, which records how they were created, it
-restores no child.
+`LiveAttempts.observe` calls it each time. While no child has changed it only compares versions. It
+restores children only from an intact annotation on the batch Job, which records how they were
+created.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
 
 log = logging.getLogger(__name__)
 
-_REPORTED_FROM = 3  # times in a row: once or twice is a mistake, and fixed
+_REPORTED_FROM = 3  # restores in a row; fewer are probably a mistake of a user, and repaired
 _LONGEST_SECONDS = 300.0
 _QUIET_SECONDS = 60.0
 _State = tuple[str, ...]
@@ -47,7 +47,7 @@ class _Child:
     """How often in a row a child was restored; times are of the event loop.
 
     Attributes:
-        is_owed: It was deleted or changed, and will be restored when that is due.
+        is_owed: Whether it was deleted or changed and is still to be restored.
         error: Why the last restore failed.
     """
 
@@ -69,12 +69,12 @@ class _Child:
 
 @dataclass
 class _Attempt:
-    """An attempt's children, and their last state in which no child had to be restored.
+    """Children of an attempt, and their last undisturbed state.
 
     Attributes:
         kept: The texts that its batch Job stores, and the digest in the job's status.
-        is_right: Whether these agree.
-        good: Rank 0's address, and versions.
+        is_right: Whether texts and digest agree.
+        good: Rank 0's address and the children's versions in the last undisturbed state.
     """
 
     kept: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class _Attempt:
 
 
 class Upkeep:
-    """Restores the children of all running attempts; its memory is lost with the process."""
+    """Restores the children of all running attempts; its memory is not saved."""
 
     def __init__(self) -> None:
         self._attempts: dict[str, _Attempt] = {}
@@ -98,8 +98,8 @@ class Upkeep:
     ) -> Report:
         """Restore the children that differ from their recorded form.
 
-        `digest` is the digest in the job's status, `address` that of rank 0's pod once its name has
-        it.
+        `digest` is the digest in the job's status. `address` is the published address of rank 0's
+        pod.
 
         Raises:
             NotLeadingError: This process may not write.
@@ -130,7 +130,7 @@ def _state(children: Children, name: AttemptName, address: str) -> _State:
 
 
 async def _check(children: Children, resource: Resource, child: Object, about: _Child) -> None:
-    """Restore a child if it differs, and that is due."""
+    """Restore a child if it has changed and a restore is due."""
     name, namespace = child["metadata"]["name"], child["metadata"]["namespace"]
     cache = children.cluster.cache(resource)
     there = cache.get(Key(namespace, name))

@@ -1,7 +1,7 @@
-"""Where a pod finds the URIs of a job, and which URIs the backend supports. Pure.
+"""Map the URIs of a job to paths in its pods, and refuse unsupported URIs. Pure.
 
-`pvc://NAME/PATH` is on the profile's volume NAME, if that is mounted, else on the claim NAME of
-the job's namespace, below /mnt.
+`pvc://NAME/PATH` is on the profile's volume NAME, if that is mounted, else on the claim NAME of the
+job's namespace, below /mnt.
 """
 
 import re
@@ -72,8 +72,8 @@ def is_writable(volume: ProfileVolume) -> bool:
 
 
 def is_lost_with_its_pod(volume: ProfileVolume) -> bool:
-    """Return whether each pod has a volume of its own, which ends with it."""
-    # Kubernetes takes no source at all for an emptyDir.
+    """Return whether each pod has its own volume, which is deleted with the pod."""
+    # Kubernetes treats a volume without a source as an emptyDir.
     return not volume.source or not _LOST_WITH_ITS_POD.isdisjoint(volume.source)
 
 
@@ -121,7 +121,7 @@ def claims_of(job: FineTuneJob, profile: FineTuneProfileSpec) -> Mapping[str, bo
 
 
 def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> Locations:
-    """Return every location as a rank sees it.
+    """Return all locations as paths in a pod.
 
     Raises:
         BadUriError: A URI that `pod_checks` would have refused.
@@ -130,7 +130,8 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
     checkpoints = PurePosixPath(_folder(spec.checkpoint.uri, "checkpoints", profile))
     return Locations(
         path_of=partial(path_in_pod, profile=profile),
-        # Beside the checkpoints, so that curves and logs also outlive the pods.
+        # The run directory is beside the checkpoints, so that curves and logs also outlive the
+        # pods.
         run_dir=str(checkpoints / "run"),
         checkpoint_dir=str(checkpoints),
         output_dir=_folder(spec.output.uri, "output", profile),

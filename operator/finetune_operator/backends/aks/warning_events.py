@@ -1,8 +1,8 @@
-"""Find in the cluster's Events why a gang does not start, if its objects do not show it.
+"""Find in the cluster's Events why a gang does not start, if its objects do not show the reason.
 
 Because there are many Events, they are read only for a gang that has been silent for some seconds,
-and less often once they give a reason. Gangs of one namespace share a list: in a burst each would
-otherwise read all Events.
+and less often once they give a reason. Gangs of one namespace share a list, because in a burst each
+gang would otherwise read all Events.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _KEPT = ("metadata", "reason", "message", "involvedObject", "lastTimestamp", "ev
 
 @dataclass
 class _Wait:
-    """When the Events of a gang are read next, and the obstacle that they last named."""
+    """The time of the next read of a gang's Events, and the obstacle found by the last one."""
 
     due: float
     obstacle: Obstacle | None
@@ -78,7 +78,7 @@ class WarningEvents:
 
 
 async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
-    # In a burst of healthy jobs there are thousands of Normal ones.
+    # Only warnings are listed: a burst of healthy jobs causes thousands of Normal Events.
     listing = await client.list(EVENTS, namespace, field_selector="type=Warning", trim=_trim)
     found: dict[str, list[Object]] = defaultdict(list)
     for event in listing.items:

@@ -1,4 +1,4 @@
-"""Kinds that the aks backend watches, and the few fields that it retains of thousands of pods."""
+"""Kinds that the aks backend watches, and the fields of their objects that it caches."""
 
 from collections.abc import Mapping
 from typing import Any

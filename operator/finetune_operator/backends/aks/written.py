@@ -1,4 +1,4 @@
-"""Folders that a job of the aks backend writes, resolved to their storage. Pure.
+"""The storage behind the folders that a job of the aks backend writes. Pure.
 
 Two URIs may name one folder: a profile may mount a claim under another name, and a hostPath, an NFS
 share or a Blob container is the same for every namespace and every profile.
@@ -18,7 +18,7 @@ from finetune_operator.planner.uris import outputs_of
 
 Place = tuple[str, ...]
 
-# Attributes that identify an inline volume; the others are mount options. Azure ignores case.
+# Attributes that identify an inline volume; all others are mount options. Azure ignores case.
 _CONTAINERS = ("containername", "sharename", "share", "foldername", "subdir", "volumeid")
 _ACCOUNTS = ("storageaccount", "server", "source")
 _SECRETS = ("secretname", "secretnamespace")
@@ -64,7 +64,7 @@ def _root(volume: ProfileVolume, namespace: str) -> Place | None:
     if kind == "csi":
         return (kind, str(source.get("driver")), *_inline(source, namespace))
     rest = {key: value for key, value in source.items() if key not in ("readOnly", "fsType")}
-    is_secret = any("secret" in key.lower() for key in rest)  # the namespace's own
+    is_secret = any("secret" in key.lower() for key in rest)  # a Secret of the job's namespace
     return (kind, namespace if is_secret else "", json.dumps(rest, sort_keys=True))
 
 

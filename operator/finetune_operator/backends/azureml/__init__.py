@@ -1,1 +1,1 @@
-"""The azureml backend: one command job per attempt, in the workspace that a profile names."""
+"""The azureml backend: runs each attempt as one command job, in the workspace of a profile."""

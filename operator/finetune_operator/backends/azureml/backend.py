@@ -61,7 +61,7 @@ class AzureMLBackend(Backend):
     """Backend `azureml`: workspaces of Azure ML that FineTuneProfiles name.
 
     Args:
-        context: With the cluster in the operator; elsewhere with the known profiles.
+        context: Contains the cluster in the operator, and elsewhere the known profiles.
     """
 
     name: ClassVar[str] = BACKEND
@@ -169,16 +169,18 @@ class AzureMLBackend(Backend):
         return self._poller.observe(ref)
 
     async def cancel(self, ref: AttemptRef, until: datetime) -> bool:
-        """Ask a listening trainer to save a checkpoint and stop; otherwise cancel the job.
+        """Ask the trainer to save a checkpoint and stop if it listens; otherwise cancel the job.
 
-        Called again at `until`, even by a new operator process, it cancels the job.
+        If it is called again at `until`, even by a new operator process, it cancels the job.
         """
         if _is_strange(ref):
             return True
         workspace, services = self._workspace_of(ref), self._services
         if services is None:
             raise TransientError("the backend is closed")
-        if (view := self._poller.newest(ref)) is None:  # the first of many polls may be slow
+        if (
+            view := self._poller.newest(ref)
+        ) is None:  # with many attempts the first poll may take long
             view = await poll_now(workspace, ref, self._now())
             self._poller.use_early_view(ref, view)
         now = self._now()
@@ -227,12 +229,13 @@ class AzureMLBackend(Backend):
         return self._asked_as(workspace_id, azureml_of(ref.spec).profile if ref.spec else "")
 
     def _asked_as(self, workspace_id: str, name: str) -> Workspace:
-        """Return a workspace, accessed with the identity of a profile that names it.
+        """Return a workspace whose requests use the identity of a profile that names it.
 
         Args:
             workspace_id: Azure's id of the workspace.
-            name: Name of the profile. If it now names another workspace, any profile of this one
-                is used, and without one the operator's own identity.
+            name: Name of the profile. If the profile now names another workspace, the identity of
+                any profile that names this workspace is used, and without one the operator's own
+                identity.
         """
         for one in (name, *self._profiles.names()):
             try:

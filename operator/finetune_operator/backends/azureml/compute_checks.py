@@ -48,12 +48,12 @@ class Compute:
     """A compute of a workspace.
 
     Attributes:
-        kind: The SDK's name for it.
+        kind: Name of its kind in the SDK.
         location: Region.
         size: VM size of its nodes, if all have the same.
         is_spot: Whether its nodes may be preempted.
         max_nodes: Maximum number of nodes; None if not reported.
-        gpus: GPUs per node, by instance type, if a job can choose.
+        gpus: GPUs per node by instance type, if a job can choose the type.
         default_type: Instance type of a job that names none.
     """
 
@@ -80,7 +80,7 @@ def missing_library() -> list[Problem]:
 
 
 def impossible(job: FineTuneJob) -> list[Problem]:
-    """Return the problems that no profile could solve."""
+    """Return the problems that would exist with any profile."""
     found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on Azure ML")
     fields = (Problem(show_path(one.path), one.message) for one in found)
     return [*_uris(job), *fields, *_serverless(job)]
@@ -207,9 +207,9 @@ def _names(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
 
 
 def _datastores(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
-    """Check the datastores that the job names, the profile's own among them.
+    """Check the datastores that the job names, including the profile's own datastore.
 
-    Other jobs store their checkpoints there, so naming a path in it needs a permission of its own.
+    Other jobs store their checkpoints there, so a job may name a path in it only with permission.
     """
     named = uris.inputs_of(job) | uris.starts_of(job) | uris.outputs_of(job)
     for field, uri in named.items():

@@ -1,6 +1,6 @@
-"""Checks that only Azure can make before an attempt is opened: whether the compute can run the job.
+"""Asks Azure, before an attempt is opened, whether the compute can run the job.
 
-`AzureMLBackend.check_inputs` asks; responses are cached for some minutes, for all jobs.
+`AzureMLBackend.check_inputs` calls it. Responses are cached for some minutes, for all jobs.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Computes:
     async def problems(
         self, workspace: Workspace, job: FineTuneJob, profile: JobProfile
     ) -> list[Problem]:
-        """Return the problems that keep the job from running in the workspace.
+        """Return the problems that prevent the job from running in the workspace.
 
         Raises:
             TransientError: There is no response.
@@ -112,7 +112,7 @@ class Computes:
     async def _environment(self, workspace: Workspace, environment: str) -> list[Problem]:
         name, _, version = environment.removeprefix("azureml:").partition(":")
         if name.startswith("//"):
-            return []  # in a registry: the job is refused if it does not exist
+            return []  # it is in a registry; if it does not exist, Azure ML refuses the job
         there = await self._cached(
             workspace,
             ("environments", name, version),

@@ -1,4 +1,4 @@
-"""Names and tags of jobs and attempts in Azure ML, and the names in a job's profile. Pure."""
+"""Names and tags of jobs and attempts in Azure ML, and the resources that a job uses. Pure."""
 
 import logging
 from collections.abc import Mapping
@@ -35,7 +35,9 @@ PROFILE_FIELD = f"{FIELD}.profile"
 
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 COMMAND = "python -P -m finetune_trainer.launch.azureml"
-"""Without the mounts. A second command would need a shell, which swallows SIGTERM."""
+"""The command without the mounts. A second command would need a shell, which does not forward
+SIGTERM.
+"""
 
 
 def azureml_of(spec: FineTuneJobSpec) -> AzureMLSpec:
@@ -81,9 +83,9 @@ def profile_of(job: FineTuneJob, profiles: Profiles) -> JobProfile:
 
 
 def job_name(job: FineTuneJob, attempt: int) -> str:
-    """Return the name of an attempt, which no other job of the workspace ever gets.
+    """Return the name of an attempt, which is unique in the workspace.
 
-    Without a uid, as in `ftctl render`, it consists of the name and the number.
+    Without a uid, as in `ftctl render`, it consists of the job's name and the attempt's number.
     """
     parts = (job.metadata.name, job.metadata.uid, str(attempt))
     return "-".join(part for part in parts if part)
@@ -127,8 +129,8 @@ class Report:
 
     Attributes:
         progress: The last progress of rank 0.
-        heard: The reporter's last sign of life; None before it checks the stop tag.
-        stop_until: Deadline of the run's end, if the operator has stopped it.
+        heard: Last heartbeat of the reporter; None before it checks the stop tag.
+        stop_until: Time by which the run must have ended, if the operator has stopped it.
     """
 
     progress: Progress | None = None

@@ -1,8 +1,8 @@
-"""Where a job's URIs are on the compute: inputs, outputs and `mount://`. Pure.
+"""Map the URIs of a job to inputs, outputs and mount points on the compute. Pure.
 
-Inputs are mounted, never downloaded: Kubernetes compute cannot download. The mount point is known
-only on the compute, so the command passes each path on, and the trainer's configuration has
-`mount://NAME/REST` in its place.
+Inputs are mounted, because Kubernetes compute cannot download them. A mount point is known only on
+the compute. The command therefore passes each mount point to the trainer, whose configuration names
+it as `mount://NAME/REST`.
 """
 
 import re
@@ -26,7 +26,9 @@ MODEL_FORM = "azureml://models/NAME/versions/VERSION"
 REGISTRY_FORM = "azureml://registries/REGISTRY/models/NAME/versions/VERSION"
 CHECKPOINTS, OUTPUT = "checkpoints", "output"
 SCRATCH = "mount://scratch"
-"""On the node's own disk, new for each start: on a mount, each write costs a copy."""
+"""A folder on the node's own disk, new for each start, because each write to a mount copies the
+file.
+"""
 
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _DATASTORE = re.compile(r"azureml://datastores/([A-Za-z0-9_]+)/paths(?:/(.*))?")
@@ -34,7 +36,8 @@ _REGISTRY_MODEL = re.compile(
     rf"(azureml://registries/{_NAME}/models/{_NAME}/versions/{_NAME})(?:/(.*))?"
 )
 _WORKSPACE_MODEL = re.compile(rf"azureml://models/({_NAME})/versions/({_NAME})(?:/(.*))?")
-# An escape, path terminators, patterns, the other slash, and invisible characters.
+# Characters refused in paths: escapes, separators of URLs, patterns, the backslash, and invisible
+# characters.
 _NOT_ITSELF = re.compile(r"[%?#*\\\x00-\x1f\x7f]")
 _MODELS = ("spec.model.source", "spec.method.lora.startFrom")
 _INPUT_NAMES = {
@@ -63,8 +66,8 @@ class Place:
 
     Attributes:
         root: The mounted folder, as Azure ML names it.
-        rest: Path below that; empty for all of it.
-        datastore: Its datastore; None for a registered model.
+        rest: Path below the root; empty for the root itself.
+        datastore: Datastore of the URI; None for a registered model.
         path: Path in the datastore; empty for a registered model.
     """
 
@@ -94,7 +97,7 @@ class Places:
     Attributes:
         inputs: By name; read only.
         outputs: URI of the folder, by name.
-        mounted: Each URI that the job reads, in the form of the trainer's configuration.
+        mounted: The `mount://` form of each URI that the job reads.
     """
 
     inputs: Mapping[str, Input]
@@ -120,7 +123,9 @@ def place_of(field: str, uri: str) -> Place:
         folder = f"{AZUREML}datastores/{datastore}/paths/"
         mounted, rest = path, ""
         if field.startswith("spec.dataset.") and is_data_file(PurePosixPath(path).name):
-            mounted, _, rest = path.rpartition("/")  # its folder, so that it keeps its name
+            mounted, _, rest = path.rpartition(
+                "/"
+            )  # mount the folder of a file, so that the file retains its name
         return Place(folder + mounted, rest, InputType.FOLDER, datastore, path)
     if field in _MODELS and (match := _REGISTRY_MODEL.fullmatch(uri)):
         return Place(match[1], _clean(uri, match[2]), InputType.MODEL)
@@ -133,9 +138,8 @@ def place_of(field: str, uri: str) -> Place:
 def outputs_of(job: FineTuneJob, datastore: str) -> dict[str, str]:
     """Return the URI of each folder that the job writes, by its field.
 
-    Without a URI of its own it is in `datastore`, with the job's uid in its path: no other job and
-    no
-    later job of the same name has it.
+    A folder without a URI is in `datastore`, with the job's uid in its path, so that no other job
+    has it, not even a later one with the same name.
     """
     metadata = job.metadata
     parts = ("finetune", metadata.namespace, metadata.name, metadata.uid)
@@ -194,7 +198,7 @@ def written(job: FineTuneJob, settings: AzureMLSettings | None) -> list[Written]
 def locations(
     job: FineTuneJob, places: Places, *, allow_foreign: bool, listing_lag_seconds: float | None
 ) -> Locations:
-    """Return every place as the trainer's configuration names it."""
+    """Return all locations in the form of the trainer's configuration."""
     return Locations(
         path_of=places.mounted.__getitem__,
         run_dir=f"{SCRATCH}/run",

@@ -1,4 +1,4 @@
-"""Poll attempts in the background, at intervals and within the budget, so that no verb waits."""
+"""Poll attempts in the background, so that no verb of the backend waits for Azure ML."""
 
 import asyncio
 import logging
@@ -21,9 +21,9 @@ from finetune_operator.errors import BackendError, TransientError
 
 log = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 60.0  # after which the silence of a workspace is reported in its jobs
-_END_SECONDS = 60.0  # after this time an end without an explanation is accepted
-_JOB_EACH = 5  # every fifth poll of a run asks for the job; the others ask MLflow
+SILENCE_SECONDS = 60.0  # without a response, after which the jobs of a workspace report that
+_END_SECONDS = 60.0  # after which an end is accepted without its details
+_JOB_EACH = 5  # every fifth poll of a run reads the job; the others read MLflow's run
 
 
 @dataclass(eq=False)
@@ -31,13 +31,14 @@ class _Polled:
     """A polled attempt; times are of the event loop.
 
     Attributes:
-        places: Scopes of silence: the workspace, and this attempt.
+        places: Scopes in `Silences`: the workspace, and this attempt.
         injected: Result of another request, used instead of the next poll.
-        pending_end: The end as another request saw it, whose details are still to be read.
-        stop_until: Deadline of the end, if this process has stopped it.
-        due: When to poll again; `changed` is set if `due` or `injected` has changed.
-        may_listen: MLflow is still to be asked for the tags, because a job's tags may be older.
-        failed_at: When reading the details of its end first failed.
+        pending_end: The end that another request reported, whose details are still to be read.
+        stop_until: Time by which it must have ended, if this process has stopped it.
+        due: Time of the next poll. `changed` is set when `due` or `injected` changes.
+        may_listen: Whether MLflow is still to be asked for the tags, because the job's tags may be
+            older.
+        failed_at: Time of the first failure to read the details of its end.
     """
 
     ref: AttemptRef
@@ -62,7 +63,8 @@ class Poller:
     Args:
         workspace_of: Returns the workspace of an attempt, or raises a BackendError.
         now: Returns the current time, with a time zone.
-        jitter: Returns a number from 0 to 1: intervals grow by up to a tenth, so that polls spread.
+        jitter: Returns a number from 0 to 1, which lengthens an interval by up to a tenth, so that
+            polls do not coincide.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Poller:
         raise TransientError(str(error or "Azure ML was not asked about the attempt yet"))
 
     def newest(self, ref: AttemptRef) -> AttemptView | None:
-        """Return the last poll; None until it is known whether the trainer listens."""
+        """Return the last poll; None before it is known whether the trainer checks the stop tag."""
         one = self._follow(ref)
         return (
             (one.pending_end or (None if one.may_listen else one.view)) if one is not None else None
@@ -128,7 +130,7 @@ class Poller:
                 self._publish(one, view)
             elif one.task is not None:  # its termination messages are still to be read
                 one.pending_end = view
-                one.task.cancel()  # it may be waiting for its turn to see the same
+                one.task.cancel()  # it may be waiting for its turn to read the same state
                 one.task = asyncio.create_task(self._poll_until_over(one))
 
     def note_stop(self, ref: AttemptRef, until: datetime) -> None:
@@ -185,7 +187,7 @@ class Poller:
                 view = await self._with_end(workspace, one, name, view)
         except BackendError as error:
             return self._record_failure(one, error)
-        except Exception as error:  # a defect of ours; without polls the job would stall
+        except Exception as error:  # a bug; without polls the job would stall
             log.exception("attempt not polled", extra={"attempt": one.ref.handle.name})
             return self._record_failure(one, BackendError(f"{type(error).__name__}: {error}"))
         self._clear_silence(one)
@@ -194,11 +196,12 @@ class Poller:
         return 0.0 if one.may_listen else states.poll_interval_seconds(view, self._now())
 
     async def _ask(self, workspace: Workspace, one: _Polled, name: str) -> Seen:
-        """Send the request of a poll, and a second one for a run that no longer runs."""
+        """Send the request of a poll, and a second request if the run no longer runs."""
         priority = Priority.READ if one.failed_at is None else Priority.END
         if one.injected is None and one.view is not None and one.view.is_running:
             one.num_polls += 1
-            # If MLflow refuses, the job is asked instead, whose tags may contain the same.
+            # If MLflow refuses the request, the job is read instead, whose tags may contain the
+            # same.
             if (one.num_polls % _JOB_EACH == 0) == bool(one.warning):
                 run, one.warning = await see_run(workspace, name)
                 if run is not None:
@@ -241,7 +244,7 @@ class Poller:
                 self._report(place, None)
 
     def _report(self, place: str, trouble: Obstacle | None) -> None:
-        """Report the obstacle to all attempts of a scope, unless they have one of their own."""
+        """Report the obstacle to all attempts of a scope that have no other obstacle."""
         for one in self._followed.values():
             if one.view is None or one.view.is_finished or place not in one.places:
                 continue

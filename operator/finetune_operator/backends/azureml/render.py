@@ -1,7 +1,7 @@
-"""Turn a plan and a profile into one Azure ML command job, as `az ml job create -f` takes it. Pure.
+"""Turn a plan and a profile into one Azure ML command job for `az ml job create -f`. Pure.
 
-Called by `AzureMLBackend.render` and so by `ftctl render`; `compute_checks` calls it to measure
-the length of the trainer's configuration.
+`AzureMLBackend.render` calls it, also for `ftctl render`. `compute_checks` calls it to measure the
+length of the trainer's configuration.
 """
 
 from typing import Any
@@ -69,8 +69,8 @@ def _command_job(plan: Plan, profile: JobProfile, name: str, attempt: int) -> Js
         command["compute"] = f"azureml:{compute}"
     command["resources"] = _resources(plan, settings.shared_memory)
     if plan.nodes > 1:
-        # It starts the main process of each node, which starts the ranks, and passes the rendezvous
-        # address. On a single node it would only make that process a rank.
+        # The distribution starts the main process of each node, which starts the ranks, and passes
+        # the rendezvous address. A single node does not need it.
         command["distribution"] = {"type": "pytorch", "process_count_per_instance": 1}
     if queue := _queue_settings(plan):
         command["queue_settings"] = queue

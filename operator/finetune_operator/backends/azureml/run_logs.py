@@ -1,7 +1,7 @@
-"""The logs of a run's nodes: their files, the lines of one rank, and termination messages.
+"""Reads the logs of a run: the lines of one rank, and the nodes' termination messages.
 
-Run history names the files by signed URLs, which grant their owner the right to read: they appear
-in no text and are never stored.
+Run history returns signed URLs of the log files. Anyone with such a URL can read the file, so the
+URLs are not stored and not part of any message.
 """
 
 import asyncio
@@ -38,20 +38,20 @@ _PATIENCE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SignedUrl:
-    """A URL that grants its owner the right to read."""
+    """A URL with which anyone can read the file."""
 
     value: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Details:
-    """Run history's record of a run.
+    """Record of a run in the run history.
 
     Attributes:
-        state: Raw.
+        state: State in Azure ML's spelling.
         end: Why it has ended.
         report: Contents of its tags.
-        log_files: Signed URLs by path.
+        log_files: Signed URLs of the log files, by path.
     """
 
     state: str
@@ -61,7 +61,7 @@ class Details:
 
     @property
     def logs(self) -> dict[int, str]:
-        """Path of the log of each node's newest start, by the node's number."""
+        """Path of each node's newest log, by the node's number."""
         newest: dict[int, tuple[int, str]] = {}
         for path in self.log_files:
             if (node := _NODE.search(path)) is not None:
@@ -75,7 +75,7 @@ class Details:
 async def read_details(
     workspace: Workspace, name: str, priority: Priority = Priority.READ
 ) -> Details:
-    """Return run history's record of a run; one request.
+    """Return the record of a run in the run history; one request.
 
     Raises:
         TransientError: There is no response.
@@ -84,7 +84,7 @@ async def read_details(
     path = f"/history/v1.0{{ws}}/runs/{name}/details"
     try:
         parsed = _History.model_validate(await workspace.get(path, priority=priority))
-    except ValidationError:  # its text would contain the URLs
+    except ValidationError:  # the error's text would contain the URLs
         text = "Azure ML's response to runs/details is not about a run; update this operator"
         raise BackendError(text) from None
     error = (parsed.error and parsed.error.error) or _RootError()
@@ -143,7 +143,8 @@ async def read_log(
 ) -> AsyncIterator[str]:
     """Yield the lines of the node that `rank` runs in; `follow` continues to the end of the run.
 
-    Without a log, a sentence reports it. With `follow` it tolerates minutes of silence.
+    If there is no log, the only line is a sentence about that. With `follow`, minutes without a
+    response are tolerated.
 
     Raises:
         NoSuchRankError: The attempt has no such rank.
@@ -170,7 +171,9 @@ async def read_log(
             if row_of(details.state).is_finished or not follow:
                 break
             heard, tries = now(), tries + 1
-            is_old = path is None or tries % _DETAILS_EACH == 0  # its state, and URLs that expire
+            is_old = (
+                path is None or tries % _DETAILS_EACH == 0
+            )  # the state may have changed, and URLs expire
         except TransientError as error:
             wait = max(wait, error.retry_after or 0.0)
             if not follow or now() + wait - heard > _PATIENCE_SECONDS:
@@ -184,11 +187,11 @@ async def read_log(
 
 
 class _LogFile:
-    """How far a log has been read.
+    """A log, and the position up to which it was read.
 
     Attributes:
-        path: Path of the file; empty before it exists. A new start of the run has another file.
-        rest: Start of the last line, which is incomplete.
+        path: Path of the file; empty before it exists. Each start of the run has its own file.
+        rest: The incomplete last line.
     """
 
     def __init__(self, path: str) -> None:
@@ -208,17 +211,17 @@ class _LogFile:
 
 
 def _last_words(end: bytes) -> Termination | None:
-    """Return the termination message of a node; libraries may print a few lines after it."""
+    """Return the termination message at the end of a node's log; a few lines may follow it."""
     for line in reversed(end.rstrip().split(b"\n")[-_LINES_AFTER_LAST_WORDS - 1 :]):
         try:
             return Termination.model_validate_json(line)
         except ValidationError:
             continue
-    return None  # it was killed
+    return None  # the node was killed
 
 
 class _Part(BaseModel):
-    """A part of run history's response, which may contain more fields, and null for absent ones."""
+    """Part of a response of the run history, which may contain further fields and nulls."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel)
 

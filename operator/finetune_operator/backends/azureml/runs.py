@@ -1,7 +1,7 @@
-"""Reports about a run: by the trainer in its tags, and by run history after its end.
+"""Facts about a run: the trainer's report in its tags, and the run history's after its end.
 
-`polling` asks, `states` evaluates. Other clients may write tags, too: an unreadable tag is treated
-as absent.
+`polling` requests it and `states` evaluates it. Other clients may write tags, too, so an unreadable
+tag counts as absent.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ _EXIT_CODE = re.compile(
 
 @dataclass(frozen=True)
 class Seen:
-    """The result of one request about an attempt; missing values are empty.
+    """Result of one request about an attempt; missing values are empty.
 
     Attributes:
-        state: Raw; `GONE` if the job does not exist.
+        state: State in Azure ML's spelling; `GONE` if the job does not exist.
         report: Contents of its tags.
         url: Its page.
         checkpoints: URI of the folder of its checkpoints.
@@ -61,13 +61,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Run history's record of a run's end; each field may be empty.
+    """The end of a run according to the run history; each field may be empty.
 
     Attributes:
         code: Error code, such as `UserError`.
         text: Error text.
         cancelled_by: The user who cancelled it, unless that was its creator.
-        cancel_reason: Why.
+        cancel_reason: Reason that the user gave.
     """
 
     code: str = ""
@@ -82,10 +82,10 @@ NO_END = RunEnd()
 async def see_run(
     workspace: Workspace, name: str, priority: Priority = Priority.READ
 ) -> tuple[Seen | None, str]:
-    """Return MLflow's view of a run, and why it is empty.
+    """Return MLflow's view of a run, and the reason if the view is empty.
 
-    MLflow has fewer states: for a run that does not run, or that it refuses to show, the view is
-    empty.
+    It is empty for a run that does not run, because MLflow does not distinguish its states, and if
+    MLflow refuses the request.
 
     Raises:
         TransientError: There is no response.
@@ -112,7 +112,7 @@ async def see_job(workspace: Workspace, name: str, priority: Priority = Priority
         BackendError: The request is refused.
     """
     job = await workspace.job(name, priority)
-    if job is None:  # a newly created object may appear late
+    if job is None:  # a new job may not be visible yet
         await asyncio.sleep(_LATE_SECONDS)
         job = await workspace.job(name, priority)
     return Seen(GONE) if job is None else seen_of(job)
@@ -128,11 +128,11 @@ def seen_of(job: RawJob) -> Seen:
 def ended(
     state: str, end: RunEnd, last_words: Mapping[int, Termination], url: str, *, is_ours: bool
 ) -> Observation:
-    """Return how a run ended, without the fields that every end has.
+    """Return how a run ended, without the fields that are equal for every end.
 
     Args:
-        state: Raw.
-        end: Run history's record.
+        state: State in Azure ML's spelling.
+        end: The end according to the run history.
         last_words: Termination messages by node number.
         url: Page of the run.
         is_ours: Whether the operator has stopped it.
@@ -148,7 +148,7 @@ def ended(
 
 
 def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: bool) -> Observation:
-    """Return how a cancelled run ended; a cancel that is not ours is deliberate."""
+    """Return how a cancelled run ended; a cancel by anyone else counts as a user's decision."""
     if is_ours:
         text = "the job was cancelled on the operator's request, before it could report anything"
         return _failure(FailureClass.PREEMPTED, text, last_words)
@@ -166,12 +166,12 @@ def _cancelled(end: RunEnd, last_words: Mapping[int, Termination], *, is_ours: b
 def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Observation:
     """Return how a failed run ended.
 
-    A preempted node explains its peers, but not a node that could run nowhere.
+    A preempted node explains the failure of its peers, but not of a node that never ran.
     """
     cause = end.text or end.code or "without a reason"
     message = f"Azure ML reports that the job failed ({cause}); see {url}"
     is_permanent = any(one.exit_code in PERMANENT for one in last_words.values())
-    preempted = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the text may quote a log
+    preempted = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the error text may quote a log
     if preempted.search(end.text) and not is_permanent:
         return _failure(FailureClass.PREEMPTED, f"Azure ML has preempted nodes ({cause})")
     failure = FailureClass.SERVICE_FAILED if end.code in _OF_SERVICE else FailureClass.UNKNOWN
@@ -193,7 +193,7 @@ def exit_code_in(text: str) -> int | None:
 def _failure(
     failure: FailureClass, message: str, last_words: Mapping[int, Termination] | None = None
 ) -> Observation:
-    """Return a failure decided by the root cause, with the class to use if no node reports one."""
+    """Return the failure of the root cause, with the class to use if no node reports one."""
     node = root_cause(last_words or {})
     cause = None if node is None or last_words is None else last_words[node]
     if cause is None or cause.exit_code == ExitCode.DONE:

@@ -21,19 +21,22 @@ Check = Callable[[bool], None]  # called before each request, with whether it wr
 
 INSTALL = "pip install 'finetune-operator[azureml]'"
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 15.0
-# By default they log each request, experimental features, and URLs of which some are secrets.
+# By default these loggers report each request, experimental features, and URLs, some of which are
+# secrets.
 _LOG_LEVELS = {"azure": logging.WARNING, "azure.ai.ml": logging.ERROR, "urllib3": logging.INFO}
-# A 404 about the workspace, its parents, or from a proxy is no evidence about the object.
+# A 404 about the workspace or its parents, or from a proxy, does not show that the object is
+# missing.
 _ABOVE = re.compile(
     "(Subscription|ResourceGroup|ParentResource)NotFound|ResourceNotFound.*/workspaces/[^/']+'"
 )
-# The Azure CLI timed out or has no network; the class is the same as for a missing login.
+# Texts of the Azure CLI after a timeout or without a network; the exception class is the same as
+# for a missing login.
 _NO_LOGIN_NOW = re.compile("Failed to invoke|HTTPSConnectionPool")
 _MAX = 400  # characters of a message
 
 
 class RefusedError(BackendError):
-    """Azure ML refuses a request, and will until a person changes something.
+    """Azure ML refuses a request, and will refuse it again until a person changes something.
 
     Attributes:
         status: HTTP status; 0 if no request was sent, or it is about the workspace itself.
@@ -55,7 +58,7 @@ def load() -> None:
         import azure.identity  # noqa: F401
     except ImportError as error:
         raise RefusedError(f"the Azure SDK cannot be imported ({error}); {INSTALL}") from error
-    for name, level in _LOG_LEVELS.items():  # its import sets levels, too
+    for name, level in _LOG_LEVELS.items():  # the import sets levels, too
         logging.getLogger(name).setLevel(level)
 
 
@@ -94,7 +97,7 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
 
 
 def log_in(credential: Any) -> None:
-    """Get a token, which the following requests also use; inside `translated_errors`."""
+    """Get a token, which later requests use, too; call it inside `translated_errors`."""
     credential.get_token(*_scopes())
 
 
@@ -149,7 +152,7 @@ class Sdk:
         """Read a byte range from a signed URL without credentials; empty past the end.
 
         Args:
-            url: May be a secret, and is in no log and no error.
+            url: May be a secret, so it appears in no log and no error.
             start: The first byte; a negative value counts from the end and costs one more request.
             length: Maximum number of bytes; None for all.
 
@@ -224,7 +227,7 @@ def translated_errors() -> Iterator[None]:
         status, odata = error.status_code or 0, error.error
         message = odata.message if odata is not None else error.message
         text = f"Azure ML reports: {without_secrets(str(message), _MAX)}"
-        # A successful response that broke off is no evidence, either.
+        # Nor does a successful response that was cut off.
         may_pass = 0 < status < 400 or status in (408, 429) or status >= 500
         if may_pass or (error.response is None and _NO_LOGIN_NOW.search(str(message))):
             wait = "" if error.response is None else error.response.headers.get("Retry-After", "")

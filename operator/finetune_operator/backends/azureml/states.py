@@ -1,7 +1,7 @@
-"""The table of an Azure ML job's states, and the conversion of a poll to an observation. Pure.
+"""The states of an Azure ML job, and the conversion of polls into an observation. Pure.
 
-`polling` folds all responses about an attempt into one `AttemptView`. Azure ML may restart a run
-silently, show unknown states, and stay for hours in a transient one.
+`polling` merges all responses about an attempt into one `AttemptView`. Azure ML may restart a run
+without notice, report unknown states, and stay in a transient state for hours.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Row:
     Attributes:
         phase: Phase of the attempt; None retains the previous phase.
         obstacle: The obstacle; None if there is none.
-        limit: Seconds after which the state will not pass by itself; None if it may last.
-        remedy: Remedy after that, besides the job's page.
+        limit: Seconds after which the state is reported as stuck; None if it may last.
+        remedy: Remedy for a stuck state, besides a look at the job's page.
         is_finished: No part of the attempt lives, and no other state follows.
     """
 
@@ -98,20 +98,20 @@ def row_of(state: str) -> Row:
 
 @dataclass(frozen=True)
 class AttemptView:
-    """Knowledge about an attempt; two are equal if they would be reported in the same way.
+    """Facts about an attempt; two views are equal if they are reported in the same way.
 
     Attributes:
-        state: Raw.
-        since: When it entered that state, as far as this process knows.
+        state: State in Azure ML's spelling.
+        since: Time when it entered that state, as far as this process knows.
         disruptions: How often Azure ML has restarted it.
-        stop_until: Deadline of its end, if the operator has stopped it.
+        stop_until: Time by which it must have ended, if the operator has stopped it.
         end: Why it has ended.
         last_words: Termination messages by node number.
-        trouble: Why there is no newer knowledge; None while Azure ML responds.
+        trouble: Why the view is outdated; None while Azure ML responds.
         warning: The part that cannot be read, although the state can; else empty.
-        heard: When the reporter gave a sign of life, by our clock.
-        stamp: The same by its own clock: which start of the run, and seconds.
-        is_listening: Whether the reporter lives and checks the stop tag.
+        heard: Time of the reporter's last heartbeat, by our clock.
+        stamp: The heartbeat itself: the start of the run, and seconds of the reporter's clock.
+        is_listening: Whether the reporter is alive and checks the stop tag.
     """
 
     state: str
@@ -138,12 +138,12 @@ class AttemptView:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no part of it lives."""
+        """Whether no part of it is alive."""
         return row_of(self.state).is_finished
 
 
 def updated_view(before: AttemptView | None, seen: Seen, now: datetime) -> AttemptView:
-    """Return the knowledge after a request; a finished attempt stays finished."""
+    """Return the view after a request; a finished attempt stays finished."""
     if before is not None and before.is_finished:
         return before
     report = seen.report
@@ -167,7 +167,7 @@ def updated_view(before: AttemptView | None, seen: Seen, now: datetime) -> Attem
 
 
 def _first_view(seen: Seen, now: datetime) -> AttemptView:
-    """Return the state before the first poll: a waiting attempt has waited since its creation."""
+    """Return the view before the first poll; a waiting attempt has waited since its creation."""
     has_run = seen.report.heard is not None or seen.report.progress is not None
     waits = row_of(seen.state).phase is AttemptPhase.PENDING and not has_run
     since = (seen.created or now) if waits else now
@@ -175,12 +175,12 @@ def _first_view(seen: Seen, now: datetime) -> AttemptView:
 
 
 def _newest(*found: Progress | None) -> Progress | None:
-    """Return the latest values: a job's tags may be older than its run's."""
+    """Return the latest values, because the job's tags may be older than the run's tags."""
     return max((one for one in found if one is not None), key=lambda one: one.time, default=None)
 
 
 def poll_interval_seconds(view: AttemptView | None, now: datetime) -> float:
-    """Return the seconds until the next poll, which are fewer while the attempt stops."""
+    """Return the seconds until the next poll: fewer while the attempt stops."""
     if view is None:
         return WAITING_SECONDS
     asked = view.stop_until or (view.since if view.state == "CancelRequested" else None)
@@ -192,7 +192,7 @@ def poll_interval_seconds(view: AttemptView | None, now: datetime) -> float:
 def with_end(
     view: AttemptView, end: RunEnd, report: Report, last_words: Mapping[int, Termination]
 ) -> AttemptView:
-    """Return the knowledge about a finished run with the reported cause of its end."""
+    """Return the view of a finished run with the reported cause of its end."""
     view = replace(
         view, end=end, last_words=last_words, progress=_newest(report.progress, view.progress)
     )
@@ -200,7 +200,7 @@ def with_end(
 
 
 def observation_of(view: AttemptView, now: datetime) -> Observation:
-    """Return an observation; its sentences change with the knowledge, and when a limit passes."""
+    """Return the observation for a view; its sentences change when a limit has passed."""
     if view.is_finished:
         newest = _newest(view.progress, *(one.progress for one in view.last_words.values()))
         is_ours = view.stop_until is not None
@@ -221,11 +221,11 @@ def observation_of(view: AttemptView, now: datetime) -> Observation:
 
 
 def _with_sign_of_life(old: AttemptView, report: Report, now: datetime) -> AttemptView:
-    """Return the knowledge with whether the reporter lives: its clock may differ from ours."""
+    """Return the view with `heard` and `is_listening` updated; the reporter's clock may differ."""
     if report.heard is None:
         return old
     stamp, heard = (report.heard.starts or 1, report.heard.time), old.heard
-    if old.stamp is None:  # it may be an old sign of life
+    if old.stamp is None:  # the heartbeat may be old
         heard = now if abs(now.timestamp() - report.heard.time) <= _FRESH_SECONDS else None
     elif stamp > old.stamp:
         heard = now
@@ -236,7 +236,7 @@ def _with_sign_of_life(old: AttemptView, report: Report, now: datetime) -> Attem
 
 
 def _in_the_way(view: AttemptView, now: datetime) -> tuple[Obstacle | None, float | None]:
-    """Return the obstacle, and after how many seconds it changes by itself."""
+    """Return the obstacle, and the seconds after which its message changes."""
     if view.trouble is not None:
         return view.trouble, None
     row, since, obstacle = row_of(view.state), view.since, row_of(view.state).obstacle

@@ -1,6 +1,6 @@
 """Creates and ends attempts by name, so that a repeated request finds the existing job.
 
-`AzureMLBackend` calls it. A write is never repeated here; the operator retries.
+`AzureMLBackend` calls it. Failed writes are not repeated here, because the operator retries.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Before = Callable[[], Awaitable[None]]
 
 _CONFLICTS = (400, 409)
-"""Azure ML's refusal of a job name that is taken; an invalid job is refused in the same way."""
+"""Status of Azure ML if a job name is taken; an invalid job gets the same status."""
 
 _ENDING = ("Finalizing", "CancelRequested", "Completed", "Failed", "Canceled")
 """A job in these states ends by itself, and Azure ML refuses to cancel most of them."""
@@ -33,7 +33,9 @@ _WITHOUT_EFFECT = timedelta(minutes=5)
 """A cancel without a visible effect is sent again after this time."""
 
 _TAG_PATIENCE = timedelta(minutes=1)
-"""A cancel waits this much longer for its tag: without it, the end looks like another user's."""
+"""A cancel waits this much longer for the stop tag, because without the tag it would look like a
+user's cancel.
+"""
 
 _SET_TAG = "/mlflow/v2.0{ws}/api/2.0/mlflow/runs/set-tag"
 
@@ -79,10 +81,10 @@ async def submit(
 
 
 async def poll_now(workspace: Workspace, ref: AttemptRef, now: datetime) -> AttemptView:
-    """Return Azure ML's view of an attempt that is to be stopped, before all other polls.
+    """Poll an attempt that is to be stopped, ahead of all other polls.
 
     Raises:
-        TransientError: There is no response, or no such job; polls then find out whether it is
+        TransientError: There is no response, or no such job. Later polls show whether it was
             deleted.
     """
     _, name = names.parts_of(ref.handle.name)
@@ -106,9 +108,9 @@ class _Order:
     """Requests that were sent to end an attempt.
 
     Attributes:
-        tagged_until: Value of the stop tag; None if it is not set.
-        waits_until: Time until which the attempt is left alone.
-        cancelled_at: When the service has accepted a cancel; None before that.
+        tagged_until: Time in the stop tag; None if the tag is not set.
+        waits_until: Time before which no cancel is sent.
+        cancelled_at: Time when the service accepted a cancel; None before that.
     """
 
     tagged_until: datetime | None = None
@@ -119,9 +121,8 @@ class _Order:
 class Stops:
     """Ends attempts: by the stop tag if the trainer listens, and by a cancel after the deadline.
 
-    The tag is set before each cancel, too: it lets another operator process distinguish our own
-    cancel
-    from one in Studio.
+    The tag is also set before each cancel, so that another operator process can distinguish our
+    cancel from one in Studio.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ async def _tag(workspace: Workspace, name: str, until: datetime) -> bool:
 
 
 async def _cancel(workspace: Workspace, name: str) -> None:
-    """Cancel the job; a deleted or ending job needs no cancel.
+    """Cancel the job, unless it was deleted or is already ending.
 
     Raises:
         BackendError: The service has not accepted the cancel.

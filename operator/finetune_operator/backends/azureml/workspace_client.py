@@ -1,7 +1,7 @@
-"""Sends requests to Azure ML for the other modules: in threads, with timeouts and a budget.
+"""Sends requests to Azure ML in threads, with timeouts and a budget.
 
-This module never retries: a request that may succeed later raises a `TransientError`, and the
-budget observes the service's `Retry-After`.
+It never retries. A request that may succeed later raises a `TransientError`, and the budget obeys
+the service's `Retry-After`.
 """
 
 import asyncio
@@ -30,9 +30,12 @@ T = TypeVar("T")
 
 REQUESTS_PER_SECOND = "FINETUNE_AZUREML_REQUESTS_PER_SECOND"  # variable: maximum for a workspace
 _LOAD_SECONDS = 60.0
-_CALL_SECONDS = 25.0  # an abandoned call sends no further request
+_CALL_SECONDS = 25.0  # a call that was abandoned after this time does not send further requests
 _LAST = Priority.READ
-_READS_AT_ONCE, _READS_OF_ONE = 4, 2  # of all workspaces and of each: the other threads stay free
+_READS_AT_ONCE, _READS_OF_ONE = (
+    4,
+    2,
+)  # for all workspaces, and for each; the other threads stay free for writes
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Azure:
         environ: Identifies the operator, and limits the request rate of a workspace.
 
     Attributes:
-        reading: Held by each read that has a thread.
+        reading: Semaphore that each read holds while it uses a thread.
 
     Raises:
         ValueError: A variable of the environment is invalid.
@@ -92,7 +95,7 @@ class Azure:
         self._services = None
 
     def workspace(self, workspace_id: str, client_id: str | None) -> "Workspace":
-        """Return a workspace that is accessed with the identity of that client id."""
+        """Return a workspace whose requests use the identity with this client id."""
         lower = workspace_id.lower()  # Azure ignores case
         if (lower, client_id) not in self._workspaces:
             budget = self._budgets.setdefault(lower, Budget(self._per_second, _READS_OF_ONE))
@@ -119,7 +122,7 @@ class Azure:
         return await self._open().run_blocking(work, _CALL_SECONDS)
 
     def sdk(self, workspace_id: str, client_id: str | None) -> Sdk:
-        """Return the clients of a workspace; in a thread."""
+        """Return the SDK's clients of a workspace; call it in a thread."""
         with self._making:
             if client_id not in self._credentials:
                 login = credential(self._environ, client_id, self._check)
@@ -146,7 +149,7 @@ class Azure:
 
 
 class Workspace:
-    """A workspace, accessed with one identity; every request waits for its turn in the budget.
+    """A workspace with one identity; every request waits for its turn in the budget.
 
     Each verb raises TransientError if a retry may succeed, RefusedError if a person must change
     something, and NotLeadingError if it writes and this process may not.
@@ -181,7 +184,7 @@ class Workspace:
         return _raw(await self.ask(lambda sdk: sdk.create(job), Priority.WRITE))
 
     async def cancel(self, name: str) -> None:
-        """Cancel a job; one POST, whose response precedes the end of the job by far."""
+        """Cancel a job; one POST, whose response comes long before the job has ended."""
         await self.ask(lambda sdk: sdk.ml.jobs.begin_cancel(name, polling=False), Priority.WRITE)
 
     async def get(self, path: str, params: Json | None = None, priority: Priority = _LAST) -> Json:
@@ -202,7 +205,7 @@ class Workspace:
             return await self._azure.run(lambda: self._sdk().read(url, start, length))
 
     async def ask(self, call: Callable[[Sdk], T], priority: Priority) -> T:
-        """Wait for a turn, and return the result of `call`, which sends one request."""
+        """Wait for a turn in the budget, then return the result of `call`, one request."""
         async with self._budget.held(priority), AsyncExitStack() as stack:
             if self._client is None:  # otherwise turns would accumulate until the SDK is imported
                 await self._azure.run(lambda: self._sdk().ml)
@@ -227,7 +230,7 @@ class Workspace:
 
     async def _url(self, path: str) -> str:
         """Return the URL of a data-plane path; the workspace reports the host once."""
-        async with self._finding:  # a write may wait for it, so no read has its turn before
+        async with self._finding:  # a write may wait for this, so reads must not go first
             if not self._base:
                 name, first = self.id.rpartition("/")[2], Priority.WRITE
                 url = (await self.ask(lambda sdk: sdk.ml.workspaces.get(name), first)).discovery_url

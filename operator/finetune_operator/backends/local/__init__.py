@@ -1,1 +1,1 @@
-"""The local backend: this machine as `nodes` x `processesPerNode`; one process group per node."""
+"""The local backend: runs attempts on this machine, each node as one process group."""

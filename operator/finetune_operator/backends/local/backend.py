@@ -1,9 +1,9 @@
 """The local backend: runs an attempt as processes of this machine; the default of `ftctl run`.
 
 Each node is a process group: `python -P -m finetune_trainer CONFIG` starts and supervises the
-node's ranks. All state that must outlive `ftctl` is in the attempt's folder (see `layout`), so the
-next `ftctl` finds the processes of a killed one. This file only connects the verbs to their
-modules.
+node's ranks. All state that must outlive `ftctl` is in the attempt's folder (see `layout`), so that
+another `ftctl` finds the processes after this one was killed. This file only connects the verbs to
+their modules.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from finetune_trainer.config import Termination
 
 TRAINER = (sys.executable, "-P", "-m", "finetune_trainer")
 
-# Otherwise every user who may create a job could run programs as the operator, with its token.
+# In an operator, every user who may create a job could run programs with the operator's token.
 _IN_A_CLUSTER = (
     "local would run in the operator's own pod; use aks, or run the job on your machine with ftctl"
 )
@@ -53,7 +53,7 @@ class LocalBackend(Backend):
 
     Args:
         context: Folder of the manifest, and the environment that is passed on in part.
-        command: What a node runs; the path of its configuration is appended.
+        command: Command of each node; the path of its configuration is appended.
         cores: CPU cores that ranks share.
         gpus: Counts the machine's GPUs.
     """
@@ -82,7 +82,7 @@ class LocalBackend(Backend):
         return layout.folders_of(job, self._context.manifest_dir)
 
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
-        """List the places named by the job that cannot be on this machine."""
+        """List the URIs of the job that cannot be on this machine."""
         if self._context.cluster is not None:
             return [Problem("spec.backend.type", _IN_A_CLUSTER)]
         return machine_checks.unsupported(job, self._context.manifest_dir)
@@ -171,7 +171,8 @@ def _cancel(folder: AttemptFolder, handle: Handle, deadline: float, now: float) 
         return
     there = records.read(folder.cancel, CancelRecord)
     if there is None:
-        # The signal precedes its record: after a crash between the two, it is repeated.
+        # The signal is sent before it is recorded, so that it is repeated after a crash between the
+        # two.
         nodes.send(record, nodes.observe_nodes(folder, record), signal.SIGTERM)
     if there is None or deadline < there.deadline:
         wish = CancelRecord(deadline=deadline, grace_seconds=max(0.0, round(deadline - now)))

@@ -1,4 +1,4 @@
-"""The environment of a node's main process: some of the caller's variables, and the backend's own.
+"""The environment of a node's main process: variables of the caller and of the backend.
 
 Secrets such as HF_TOKEN are passed only this way: never in a request, a file or a command line.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
 
 ENV_MARK = "FINETUNE_LOCAL_MARK"
-"""Marks every process of an attempt, including processes with their own session."""
+"""Variable that marks every process of an attempt, including processes with their own session."""
 
 _NAMES = frozenset(
     {"HOME", "HTTP_PROXY", "HTTPS_PROXY", "LANG", "LD_LIBRARY_PATH", "NO_PROXY", "PATH",
@@ -33,7 +33,8 @@ def mark(uid: str, node: int | None = None) -> str:
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a node inherits from its caller.
 
-    RANK and WORLD_SIZE of a launcher are excluded: the trainer would take itself for a rank.
+    RANK and WORLD_SIZE of a launcher are excluded, because with them the trainer would act as a
+    rank.
     """
     taken = {
         name: value

@@ -1,4 +1,4 @@
-"""Where the files of a run are on this machine: URIs of a manifest become paths.
+"""Map the URIs of a manifest to paths on this machine, and define the files of a run.
 
 Pure: it opens no file.
 """
@@ -16,7 +16,7 @@ FILE = "file://"
 
 
 class BadUriError(ValueError):
-    """A URI that does not exist on this machine; the message names the alternative."""
+    """A URI that is not supported on this machine; the message names the alternative."""
 
 
 def file_path(uri: str, manifest_dir: Path) -> Path:
@@ -51,7 +51,7 @@ class Folders:
     """Folders of one job, absolute.
 
     Attributes:
-        run: All files of the run, unless another folder is named for them.
+        run: All files of the run except those for which the job names another folder.
         checkpoint: Committed checkpoints.
         output: The trained model.
     """

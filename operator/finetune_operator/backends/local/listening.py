@@ -1,7 +1,7 @@
-"""TCP ports on which the processes of a node listen, from the kernel.
+"""Read from the kernel the TCP ports on which the processes of a node listen.
 
-`ftctl top` uses them to find the page of a node: the trainer takes another port if its own is
-taken.
+`ftctl top` uses them to find the page of a node, because the trainer chooses another port if the
+configured one is in use.
 """
 
 import os

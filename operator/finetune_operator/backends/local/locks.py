@@ -1,4 +1,4 @@
-"""File locks of the kernel, which end with the processes that hold them, however those end."""
+"""File locks, which the kernel releases when the process that holds them ends."""
 
 import fcntl
 import os
@@ -28,6 +28,6 @@ def held(path: Path) -> Iterator[bool]:
     try:
         yield take(descriptor)
     finally:
-        # Not only by closing: a child between its fork and its exec has the descriptor, too.
+        # Closing is not enough: a child between its fork and its exec has the descriptor, too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

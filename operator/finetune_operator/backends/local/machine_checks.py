@@ -81,7 +81,7 @@ def missing(
 ) -> list[Problem]:
     """Return inputs that are missing, folders that cannot be written, and excessive requests.
 
-    Only for a job for which `unsupported` found no errors.
+    Call it only for a job without errors from `unsupported`.
     """
     return [
         *_platform(),
@@ -174,7 +174,7 @@ def _folders(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     refused: set[Path] = set()
     for path, folder in named.items():
         complaint = _complaint_about_folder(folder)
-        # The default folders are below the run directory; its problem is reported once.
+        # The default folders are below the run directory, whose problem is reported once.
         if complaint and not refused & {folder, *folder.parents}:
             refused.add(folder)
             yield Problem(path, f"{folder} cannot be written: {complaint}; choose another folder")

@@ -60,7 +60,7 @@ class Node:
         rank: Its number, from 0.
         process: Its main process; None before its record exists, and if it was never started.
         termination: How it ended, after its end.
-        is_victim: It ended because it was stopped.
+        is_victim: Whether it ended because it was stopped.
     """
 
     rank: int
@@ -124,7 +124,7 @@ def send(record: AttemptRecord, nodes: Sequence[Node], number: signal.Signals) -
 
 
 def enforce(folder: AttemptFolder, record: AttemptRecord, now: float) -> None:
-    """Kill running processes after the grace period, whose deadline is on disk."""
+    """Kill processes that still run after the deadline on disk, the end of the grace period."""
     cancel = records.read(folder.cancel, CancelRecord)
     if cancel is None or now < cancel.deadline:
         return
@@ -150,8 +150,8 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     if record is None:
         if _is_about_to_start(folder, rank):
             return Node(rank, NodeState.STARTING)
-        # The lock is held from before the process exists until it dies. It is free: if there is no
-        # record now, there will never be one.
+        # The lock is held from before the process exists until it dies. Because it is free, a
+        # record that does not exist now will never exist.
         record = records.read(folder.node(rank), NodeRecord)
     if record is None:
         failure, code = FailureClass.ERROR, 1
@@ -204,9 +204,8 @@ def _without_message(
 ) -> Termination:
     """Return the termination of a node that left no message.
 
-    A node without an exit code was killed, because it would have written a message otherwise. That
-    also
-    holds after a cancel, which the fault of another node may have caused.
+    A node without an exit code was killed, because it would otherwise have written a message. This
+    is also assumed after a cancel, which another node's failure may have caused.
     """
     code = ExitCode.KILLED if code is None else code
     if code in STOPPED_BY_SIGNAL:
@@ -227,7 +226,7 @@ def _without_message(
 
 
 def _exit_code(folder: AttemptFolder, rank: int, pid: int) -> int | None:
-    """Return the exit code if this process is the parent, or was when the node ended; else None.
+    """Return the exit code of a node, if its parent could record it; else None.
 
     It is recorded before the process is reaped, because the kernel reports it only once.
     """
@@ -259,7 +258,7 @@ def _phase(nodes: Sequence[Node]) -> AttemptPhase:
 
 
 def _root_cause(ended: Sequence[Node]) -> Node | None:
-    """Return the node whose failure is the root cause; the first of equal ones."""
+    """Return the node whose failure is the root cause; the first of several."""
 
     def key(node: Node) -> int:
         code = node.termination.exit_code if node.termination else ExitCode.ERROR
@@ -283,7 +282,7 @@ def _progress(folder: AttemptFolder) -> tuple[Progress | None, str]:
 def _requeue_seconds(
     folder: AttemptFolder, nodes: Sequence[Node], progress: Progress | None
 ) -> float:
-    """Return a short time while the state is about to change."""
+    """Return the delay before the next observation: short while the state is about to change."""
     all_alive = all(node.state is NodeState.ALIVE for node in nodes)
     is_steady = progress is not None and progress.phase in _STEADY_PHASES
     if all_alive and is_steady and not folder.cancel.exists():

@@ -1,8 +1,8 @@
 """Files of a run in folders outside of its directory, and the owners of these folders.
 
-`RunFolder` moves such files aside. A folder that a URI names may hold foreign files, too: the run's
-files are its checkpoints, its export, and the claims that name the writer. This module changes no
-file.
+`RunFolder` moves such files aside. A folder that a URI names may also hold other files: the run's
+files are its checkpoints, its export, and the claims that name the writer. This module does not
+change files.
 """
 
 import json
@@ -16,7 +16,8 @@ from finetune_trainer.config import JobRef
 
 CLAIMS = ".finetune-claims"
 RECORD = "finetune-export.json"
-# A committed checkpoint, one being written, or one moved aside; with a claim's tag or without.
+# Name of a checkpoint that is committed, being written, or moved aside, with or without a claim's
+# tag.
 _CHECKPOINT = re.compile(r"step-(\d+)(\.tmp|\.aside(-\d+)?|\.(\d+-\d+-\d+-[0-9a-z]+))?")
 _MANIFEST = "manifest.json"
 
@@ -25,8 +26,8 @@ def newest_step(folder: Path) -> int | None:
     """Return the step of the newest committed checkpoint; its content is not read.
 
     A folder with a claim's tag in its name is written in place and committed by its manifest. A
-    folder
-    without a tag is from a trainer before claims, which renamed it when it was complete.
+    folder without a tag was written by a trainer without claims, which renamed it when it was
+    complete.
     """
     steps = []
     for path in folder.glob("step-*"):
@@ -50,9 +51,9 @@ def of_output(folder: Path) -> list[Path]:
 def owner(folder: Path) -> JobRef | None:
     """Return the job that owns the folder; None without an owner, or if it cannot be read.
 
-    Without claims, which older trainers did not write, the files there name the job. A claim that
-    is
-    not held belongs to a job that was refused, or was killed before it owned the folder.
+    If there are no claims, which older trainers did not write, other files name the job. A claim
+    without an owner belongs to a job that was refused, or that was killed before it owned the
+    folder.
     """
     held = {path.name.partition(".")[0] for path in (folder / CLAIMS).glob("*.held.*")}
     for tag in sorted(held, key=_rank, reverse=True):

@@ -1,7 +1,7 @@
-"""The folders that a run writes, and whether they overlap with what it reads.
+"""Check whether the folders that a run writes overlap with files that it reads.
 
-A run replaces earlier exports, deletes old checkpoints and moves finished runs aside: in a folder
-that it shares with the base model, the rows or the manifest, the user could lose these.
+A run replaces earlier exports, deletes old checkpoints and moves finished runs aside. In a shared
+folder it could so delete the base model, the rows or the manifest.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
     read, base = _read(job, manifest_dir), manifest_dir.resolve()
     for field, folder in folders.items():
         if field != _RUN and field not in outputs_of(job):
-            continue  # below the run directory, and refused with it
+            continue  # below the run directory, whose overlap is already reported
         if folder in (base, *base.parents):
             complaint = "holds the manifest"
         else:
@@ -75,7 +75,7 @@ def _against_read(folder: Path, read: dict[str, Path], checkpoint: Path) -> str:
 
 
 def _against_own(field: str, folders: dict[str, Path]) -> str:
-    """Return a problem if one folder of the run would lose files to another one."""
+    """Return a problem if files in one folder of the run could be lost through another folder."""
     folder = folders[field]
     for other, place in folders.items():
         if other != field and folder == place:

@@ -1,4 +1,4 @@
-"""Processes as the kernel reports them: which are alive, since when, and of which attempt.
+"""Find processes of this machine: whether they are alive, and to which attempt they belong.
 
 A process is identified by pid, start time and boot, because pids are reused. The processes of an
 attempt are identified by a variable in their environment, because torchrun gives every rank a
@@ -36,13 +36,13 @@ class Process:
     boot_id: str
 
     def is_alive(self) -> bool:
-        """Return whether it runs; a zombie does not."""
+        """Return whether the process runs; a zombie does not."""
         return look_up(self.pid) == self
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal to this very process; return False if it has ended.
+        """Send a signal to the process; return False if it has ended.
 
-        The descriptor is opened before the check, so a pid that is reused in between is never hit.
+        The pidfd is opened before the check, so a reused pid never gets the signal.
         """
         try:
             descriptor = os.pidfd_open(self.pid)
@@ -60,7 +60,7 @@ class Process:
 
 
 def boot_id() -> str:
-    """Return the id of this boot; pids and start times count from it."""
+    """Return the id of this boot, during which pids and start times are valid."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -110,5 +110,6 @@ def _environment(entry: Path) -> bytes:
 
 def _status(entry: Path) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on."""
-    # The name before them is in brackets and may contain anything, brackets and half letters too.
+    # The name before these fields is in brackets and may contain any bytes, even brackets and
+    # incomplete UTF-8.
     return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()

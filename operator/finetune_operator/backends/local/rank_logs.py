@@ -1,7 +1,7 @@
 """Read the log of one rank of an attempt, as lines for people.
 
 A rank appends events, one JSON line each, to one file for all attempts. The output of its node
-covers the time before its first event, and a traceback that ends it.
+covers the time before the first event, and the traceback of a crash.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ async def read_log(
 
 
 class Tail:
-    """A file that grows, read line by line from where the last reading ended."""
+    """A growing file, read line by line from the position where the last read ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -87,7 +87,7 @@ def readable(line: str, attempt: int) -> str | None:
     try:
         event = json.loads(line)
     except ValueError:
-        return line  # half a line of a killed attempt, shown unchanged
+        return line  # an incomplete line of a killed attempt, shown unchanged
     if not isinstance(event, dict) or event.get("attempt") != attempt:
         return None
     time = datetime.fromtimestamp(float(event.get("time", 0))).strftime("%H:%M:%S")

@@ -1,4 +1,4 @@
-"""Records of an attempt's processes in its folder: small JSON files, replaced in one step."""
+"""Records of an attempt's processes: small JSON files in its folder, replaced atomically."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ class NodeRecord(ContractModel):
 
 
 class ExitRecord(ContractModel):
-    """How the main process of a node ended: 0 to 255, 128 + N for signal N."""
+    """Exit code of a node's main process: 0 to 255, 128 + N for signal N."""
 
     exit_code: int
 
@@ -44,7 +44,7 @@ class CancelRecord(ContractModel):
     Attributes:
         deadline: Seconds since the epoch at which remaining processes are killed.
         grace_seconds: The grace period that led to this deadline, for messages.
-        was_enforced: A process was killed; such a node is a victim, not the root cause.
+        was_enforced: Whether a process was killed. Its node is then a victim, not the root cause.
     """
 
     deadline: float

@@ -1,4 +1,4 @@
-"""Turn a plan into the exact request: the trainer's configuration and a process per node. Pure."""
+"""Turn a plan into a `Request`: the trainer's configuration and one process per node. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +62,7 @@ def _process(
 ) -> Mapping[str, Any]:
     environment = {ENV_NODE_RANK: str(rank), ENV_TERMINATION_PATH: str(folder.termination(rank))}
     if plan.device == "cuda" and plan.nodes > 1:
-        # Nodes of this machine share its GPUs: each sees its part of the usable ones.
+        # The nodes of an attempt share this machine's GPUs: each sees its part of the usable ones.
         first = rank * plan.processes_per_node
         mine = range(first, first + plan.processes_per_node)
         visible = visible_gpus(context.environ)

@@ -1,7 +1,7 @@
-"""The run directory of a job: its owner, its lock, and how it is moved aside.
+"""The run directory of a job: reads and locks it, saves the job, and moves it aside.
 
-`job.json` contains the job: with its current status under `ftctl run`, and to name the owner under
-`ftctl dev`. The lock on `job.lock` ends with the process that holds it, however that process ends.
+`job.json` contains the job: with its current status in `ftctl run`, only as the owner in `ftctl
+dev`. The lock on `job.lock` ends with the process that holds it, however that process ends.
 """
 
 import fcntl
@@ -72,7 +72,7 @@ class RunFolder:
     def __exit__(self, *raised: object) -> None:
         """Release the lock."""
         if self._lock is not None:
-            # Not only by closing: a child between its fork and its exec has the descriptor, too.
+            # Closing is not enough: a child between its fork and its exec has the descriptor, too.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
@@ -161,7 +161,7 @@ class RunFolder:
     def make_way(self) -> None:
         """Rename the folder of the attempts, with the last progress, for a job that takes over.
 
-        That job continues with the other files, and has an attempt 1 of its own.
+        The new job continues with the other files and starts with its own attempt 1.
         """
         attempts, number = self.run_dir / "attempts", 1
         while _numbered(attempts, number).exists():

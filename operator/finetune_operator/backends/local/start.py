@@ -1,8 +1,8 @@
 """Start each node of an attempt exactly once, however often it is called or killed.
 
 Called by `LocalBackend.submit`. The order is: record of the attempt, configuration, nodes. A node's
-lock is taken before its process exists, and that process holds it until it dies. So at any moment
-a node is in exactly one state: not started, alive, ended.
+lock is taken before its process exists, and that process holds it until it dies. At any moment a
+node is therefore in exactly one state: not started, alive, or ended.
 """
 
 import errno
@@ -25,7 +25,7 @@ from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientE
 from finetune_trainer.config import ENV_RDZV_ENDPOINT
 
 LAUNCHER = "finetune_operator.backends.local.launch"
-# Below the kernel's own ports, which begin at 32768 (ip_local_port_range in ip(7)).
+# Below the ports that the kernel assigns, which begin at 32768 (ip_local_port_range in ip(7)).
 _FIRST_PORT, _NUM_PORTS = 10_000, 10_000
 
 
@@ -95,7 +95,8 @@ def _start_node(
             return  # it was started, and is about to write its record
         if folder.node(rank).exists():
             return  # it was started, and has ended
-        # Inherited by the launcher and retained over its exec; the ranks' launcher closes it.
+        # The launcher inherits the lock and retains it over its exec; the trainer closes it in its
+        # ranks.
         os.set_inheritable(lock, True)
         launcher = [sys.executable, "-P", "-m", LAUNCHER]
         command = [*launcher, str(folder.node(rank)), str(folder.run_dir)]
