@@ -1,7 +1,7 @@
-"""Write what of the chart follows from elsewhere: CRDs, schema of the settings, table of values.
+"""Write the generated parts of the chart: CRDs, schema of the settings, table of values.
 
-`make crd` runs it after a change of the models, the settings or values.yaml;
-`python charts/generate.py --check` only tells what is out of date.
+`make crd` runs it after a change of the models, the settings or values.yaml; `python
+charts/generate.py --check` only lists outdated files.
 """
 
 import json
@@ -20,17 +20,17 @@ CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
 _VALUES = "## Values\n"
-_NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # what the chart itself knows
+_NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # set by the chart itself
 _NUMBER = {
     "type": ["number", "string"],
     "pattern": r"^(0*[1-9][0-9]*(\.[0-9]+)?|0*\.0*[1-9][0-9]*)$",
 }
-"""More than 0, also as a text: of `helm --set x=0.5` helm makes one."""
+"""More than 0, also as a string, because `helm --set x=0.5` passes a string."""
 _KEPT = ("description", "type", "items", "minimum", "maximum", "exclusiveMinimum")
 
 
 def main() -> int:
-    """Write the files, or with `--check` name those that differ; return the exit code."""
+    """Write the files, or with `--check` list outdated files; return the exit code."""
     definitions = (custom_resource_definition(), profile_definition())
     if raised := [text for one in definitions if (text := unrecorded(one))]:
         print("\n".join(raised))
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def values_schema(old: str) -> str:
-    """Return the schema with settings and descriptions as they are; the rest is by hand."""
+    """Return the schema with current settings and descriptions; the rest is hand-written."""
     schema = json.loads(old)
     schema["properties"]["settings"] = settings_schema()
     for value in described((CHART / "values.yaml").read_text(encoding="utf-8")):
@@ -59,12 +59,12 @@ def values_schema(old: str) -> str:
 
 
 def readme(old: str) -> str:
-    """Return the chart's README with the values as they are, which come last in it."""
+    """Return the chart's README with the current table of values, its last section."""
     return old.partition(_VALUES)[0] + f"{_VALUES}\n{table((CHART / 'values.yaml').read_text())}"
 
 
 def _describe(schema: dict[str, Any], value: Described) -> None:
-    """Put the text of values.yaml into the schema, but not beside a reference, which hides it."""
+    """Put the texts of values.yaml into the schema, except beside a reference, which hides them."""
     for name in value.path.split("."):
         schema = schema.get("properties", {}).get(name, {})
     if schema and "$ref" not in schema:
@@ -74,14 +74,14 @@ def _describe(schema: dict[str, Any], value: Described) -> None:
 
 
 def settings_schema() -> dict[str, Any]:
-    """Return the schema of `settings`: each by its name in camel case."""
+    """Return the schema of `settings`, with names in camel case."""
     whole = Settings.model_json_schema()
     properties = {
         to_camel(name): _one(found, whole.get("$defs", {}))
         for name, found in whole["properties"].items()
         if name not in _NO_VALUES
     }
-    properties["healthPort"]["minimum"] = 1  # probes must know the port
+    properties["healthPort"]["minimum"] = 1  # probes need a fixed port
     return {
         "description": "Settings of the operator's process; an empty one is left to it.",
         "type": "object",
@@ -95,12 +95,14 @@ def _one(found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
         target = definitions[reference.rpartition("/")[2]]
         found = {**target, **{key: value for key, value in found.items() if key in _KEPT}}
     for choice in found.get("anyOf", ()):
-        if choice["type"] != "null":  # "" says the same in values, and survives every merge
+        if choice["type"] != "null":  # "" means the same in values, and survives every merge
             found = {**found, **choice}
     kept = {key: found[key] for key in _KEPT if key in found}
     if kept.get("type") == "number":
         kept |= _NUMBER
-    if words := found.get("enum"):  # templates/_checks.tpl refuses others, in a sentence of ours
+    if words := found.get(
+        "enum"
+    ):  # templates/_checks.tpl refuses other values, with our own message
         kept["examples"] = words
     return {**kept, "description": found["description"].replace(", by commas", "")}
 

@@ -1,8 +1,8 @@
-"""Write kustomize/install.yaml: what the chart makes of its default values, for kubectl alone.
+"""Write kustomize/install.yaml, the chart rendered with default values, for use without helm.
 
-`make crd` runs it; it needs helm. `python charts/install_manifest.py --check` tells whether the
-file is what the chart makes. Its first lines name digests of the chart and of the rest of the file,
-so that this can be told without helm, too.
+`make crd` runs it; it needs helm. `python charts/install_manifest.py --check` checks that the file
+is current. Its first lines contain digests of the chart and of the rest of the file, so that the
+check does not need helm.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ metadata:
     app.kubernetes.io/instance: finetune-operator
     pod-security.kubernetes.io/enforce: restricted
 """
-# Labels by which helm knows what is its own, and comments that name its templates. The process
-# finds its own namespace by itself, so that an overlay may choose another.
+# Labels by which helm finds its objects, and comments that name templates. The operator finds its
+# own namespace, so that an overlay may choose another.
 _OF_HELM = re.compile(
     r"^ *(app\.kubernetes\.io/managed-by: Helm|helm\.sh/chart: .*)\n|^# .*\n"
     r"|^ *- name: FINETUNE_OPERATOR_LEASE_NAMESPACE\n.*\n",
@@ -64,13 +64,13 @@ def main() -> int:
 
 
 def is_of(text: str, chart: str) -> bool:
-    """Say whether the text was made of that chart, and not changed since."""
+    """Whether the text was rendered from the chart with this digest, and not changed since."""
     body = "".join(text.splitlines(keepends=True)[3:])
     return text == _with_header(body, chart)
 
 
 def digest_of_chart() -> str:
-    """Return a digest of all that the manifest is made of, this program included."""
+    """Return a digest of all inputs of the manifest, including this program."""
     files = [CHART / "Chart.yaml", CHART / "values.yaml", Path(__file__)]
     files += [*(CHART / "templates").iterdir(), *(CHART / "files").glob("*.yaml")]
     total = hashlib.sha256()
@@ -83,16 +83,16 @@ def manifest(helm: str, chart: str) -> str:
     """Return the text of the file.
 
     Raises:
-        subprocess.CalledProcessError: helm refuses the chart, and has said why.
+        subprocess.CalledProcessError: helm refuses the chart and has printed the reason.
     """
     values = ("--set", f"image.repository={IMAGE}")
     command = [helm, "template", NAMESPACE, str(CHART), "--namespace", NAMESPACE, *values]
-    # Named, as helm may take a Kubernetes that is older than the chart accepts.
+    # The version is set, because helm's default may be older than the chart accepts.
     command += ["--kube-version", "1.34.0", "--skip-tests"]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     parts = [_OF_HELM.sub("", part).strip() for part in re.split(r"^---$", made, flags=re.M)]
     objects = [_NAMESPACE.strip(), *(part for part in parts if part)]
-    # What others live in or are made of comes first.
+    # Namespaces and CRDs come first, because other objects need them.
     objects.sort(key=lambda text: "\nkind: CustomResourceDefinition\n" not in text)
     objects.sort(key=lambda text: "\nkind: Namespace\n" not in text)
     return _with_header("".join(f"---\n{one}\n" for one in objects), chart)

@@ -1,7 +1,8 @@
-"""The table of a chart's values in its README, from the comments of values.yaml.
+"""The table of a chart's values for its README, from the comments of values.yaml.
 
-A comment `# -- text` above a name describes the value, with whatever lies below it; one that begins
-with `## ` opens a section. Every value is described, or has all that lies below it described.
+A comment `# -- text` above a name describes the value and all values below it. A comment that
+begins with `## ` opens a section. Every value is described itself, by
+a value above it, or by all values below it.
 """
 
 import json
@@ -23,10 +24,10 @@ class Described:
     """A value.
 
     Attributes:
-        path: Its name with those above it, such as `image.tag`.
+        path: Its name with the names above it, such as `image.tag`.
         default: As JSON.
-        text: What it is.
-        line: Where values.yaml names it, from 0.
+        text: Description.
+        line: Line of its name in values.yaml, from 0.
     """
 
     path: str
@@ -36,7 +37,7 @@ class Described:
 
 
 def table(text: str) -> str:
-    """Return the sections of a values.yaml with a table each, in Markdown.
+    """Return a Markdown table for each section of a values.yaml.
 
     Raises:
         UndescribedValueError: a value has no description.
@@ -67,7 +68,7 @@ def described(text: str) -> list[Described]:
 
 
 def _values(node: yaml.Node | None, lines: list[str], above: str = "") -> Iterator[Described]:
-    """Yield what a mapping holds, in the order of the file."""
+    """Yield the values of a mapping, in the order of the file."""
     if not isinstance(node, yaml.MappingNode):
         raise UndescribedValueError(f"values.yaml: {above or 'the whole'} is no mapping")
     for name, below in node.value:
@@ -85,7 +86,7 @@ def _values(node: yaml.Node | None, lines: list[str], above: str = "") -> Iterat
 
 
 def _description(lines: list[str], line: int) -> str:
-    """Return what the comment right above a line says after its `--`; empty if there is none."""
+    """Return the text after `--` in the comment directly above a line; empty without one."""
     comment: list[str] = []
     while line > 0 and lines[line - 1].lstrip().startswith("# "):
         line -= 1

@@ -1,6 +1,6 @@
-"""Alerts on jobs: one for each thing that holds a run back, and only that one.
+"""Alerts on jobs: each cause that holds a run back fires exactly one alert.
 
-Who is slow or stuck is what the nodes of the job found out (`finetune_job_suspect`), as PromQL
+Slow and stuck ranks are found by the nodes of the job (`finetune_job_suspect`), because PromQL
 cannot compare a rank with the median of the others.
 """
 
@@ -16,20 +16,20 @@ def job_alerts(windows: Windows) -> tuple[Alert, ...]:
 
 
 def _silent(windows: Windows) -> str:
-    """Return the age of the newest step, of jobs in which that is too much."""
+    """Return the age of the newest step of jobs in which it exceeds the limit."""
     age = f"time() - max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
     step = f"max by ({JOB}) (finetune_train_step_duration_ewma_seconds)"
     return f"({age} > clamp_min(10 * {step}, {windows.silence:g}))"
 
 
 def _counted(events: str) -> str:
-    """Return how often something happened; `increase` gives 3.1 for 3, as it goes to the edges."""
+    """Return the number of events; rounded, because `increase` extrapolates 3 to 3.1."""
     return f"round(sum by ({JOB}) (increase({events})))"
 
 
 def _on_ranks(windows: Windows) -> tuple[Alert, ...]:
     return (
-        # Who waits for rows that never come is suspected for its data, and is as stuck.
+        # A rank that waits for rows forever is suspected for its data, and is stuck as well.
         Alert(
             "FineTuneRankStuck",
             'finetune_job_suspect{cause="stuck"} or finetune_job_suspect{cause="data"}'
@@ -53,10 +53,11 @@ def _on_ranks(windows: Windows) -> tuple[Alert, ...]:
 
 
 def _on_time(windows: Windows) -> tuple[Alert, ...]:
-    """Return alerts on what wall time goes into, by the rank that has most of it."""
+    """Return alerts on shares of wall time, by the rank with the highest share."""
     waits = ("finetunejob_rank:phase:ratio", 'phase="data_wait"')
     saves = ("finetunejob_rank:phase:ratio_long", 'phase="checkpoint_blocking"')
-    # Not of checkpoints and votes, which are seldom, and alike only in their names.
+    # Collectives of checkpoints and votes are excluded, because they are rare and differ from step
+    # to step.
     moved = 'finetunejob_op:bus_bytes_per_second:max{group=~"dp|shard|replica"}'
     past = duration(windows.past)
     return (
@@ -96,8 +97,8 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
         f'on ({JOB}) finetunejob_rank:phase:ratio{{phase=~"eval|checkpoint_blocking|other"}} > 0.9'
     )
     return (
-        # Later than the ranks' own verdict, which says more; here are the hangs that have none. One
-        # that was slow before the hang is still suspected for that.
+        # This fires later than the ranks' own verdict, which is more precise, for hangs without a
+        # verdict. A rank that was slow before the hang is still suspected for that.
         Alert(
             "FineTuneJobHung",
             f"{_silent(windows)} and on ({JOB}) ({RUNS})"
@@ -130,7 +131,8 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
 
 def _on_state(windows: Windows) -> tuple[Alert, ...]:
     rate, share = duration(windows.rate), duration(windows.share)
-    # By the newest step, as while a job evaluates or exports no checkpoint is due.
+    # The time counts to the newest step, because no checkpoint is due while a job evaluates or
+    # exports.
     step = f"max by ({JOB}) (finetune_train_last_step_timestamp_seconds)"
     saved = f"max by ({JOB}) (finetune_train_checkpoint_last_success_timestamp_seconds)"
     interval = f"max by ({JOB}) (finetune_train_checkpoint_interval_seconds)"

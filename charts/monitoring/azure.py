@@ -1,7 +1,8 @@
-"""The same rules as an ARM template, for AKS's managed Prometheus, which has no PrometheusRule.
+"""The rules as an ARM template for AKS's managed Prometheus, which does not read PrometheusRules.
 
-Microsoft.AlertsManagement/prometheusRuleGroups: at most 20 rules a group, evaluated every minute at
-most, times in whole minutes. A text that begins with `[` would be a function of the template.
+Limits of Microsoft.AlertsManagement/prometheusRuleGroups: 20 rules per group, at most one
+evaluation per minute, times in whole minutes. A text that begins with `[` would be a template
+expression.
 """
 
 from monitoring.groups import groups
@@ -75,7 +76,7 @@ def _group(group: Group, windows: Windows) -> dict[str, object]:
 def _rule(rule: Rule | Alert) -> dict[str, object]:
     if isinstance(rule, Rule):
         return {"record": rule.record, "expression": rule.expr, "enabled": True}
-    # Without the sentence that asks for the rank with most: these templates know no queries.
+    # The sentence about the worst rank is omitted, because these templates cannot query.
     return {
         "alert": rule.name,
         "expression": rule.expr,

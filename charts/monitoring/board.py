@@ -1,7 +1,7 @@
-"""Dashboards: what one says of its panels, and the JSON that Grafana reads.
+"""Dashboards: a description of their panels, and the JSON for Grafana.
 
-Panels fill rows of 24 columns from the left. A panel knows no data source but the variable
-`datasource`, so that a dashboard fits any Grafana.
+Panels fill rows of 24 columns from the left. A panel's only data source is the variable
+`datasource`, so that a dashboard works in any Grafana.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked, and how a series is called."""
+    """A query, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -66,15 +66,15 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture.
+    """A panel.
 
     Attributes:
-        description: what it shows, and what to make of it.
-        unit: Grafana's word for it.
-        width: of 24 columns.
-        needs: what must be there for it to show anything.
-        columns: of a table: what its values are called, one for each query.
-        is_empty_when_well: shows only what goes wrong.
+        description: What it shows, and how to interpret it.
+        unit: Name of the unit in Grafana.
+        width: Width in columns, of 24.
+        needs: What the panel needs in order to show data.
+        columns: Names of a table's columns, one for each query.
+        is_empty_when_well: Whether it shows data only if there is a problem.
     """
 
     title: str
@@ -90,7 +90,7 @@ class Panel:
 
     @property
     def text(self) -> str:
-        """Its description in Grafana, with what it needs and whether it may be empty."""
+        """Description for Grafana, including the needs and whether the panel may be empty."""
         needs = "" if self.needs is Needs.NOTHING else f" Needs {self.needs}."
         return self.description + needs + (" Empty while all is well." * self.is_empty_when_well)
 
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """What a user chooses: the values of a label of some series."""
+    """A variable with which a user selects values of a label."""
 
     name: str
     query: str
@@ -117,7 +117,7 @@ class Board:
     """A dashboard.
 
     Attributes:
-        name: of its file, and the end of its uid, which links go by.
+        name: Name of its file, and end of its uid, which links use.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Board:
         return tuple(panel for row in self.rows for panel in row.panels)
 
     def to_json(self) -> str:
-        """Return what Grafana reads."""
+        """Return the JSON for Grafana."""
         made = (
             dashboard.Dashboard(self.title)
             .uid(f"finetune-{self.name}")
@@ -172,7 +172,7 @@ def _variable(variable: Variable) -> dashboard.QueryVariable:
 
 
 def _places(row: Row, top: int) -> tuple[list[GridPos], int]:
-    """Return where each panel of a row is, and where the next row begins."""
+    """Return the position of each panel of a row, and where the next row begins."""
     places: list[GridPos] = []
     left, height = 0, 0
     for panel in row.panels:
@@ -185,7 +185,7 @@ def _places(row: Row, top: int) -> tuple[list[GridPos], int]:
 
 @dataclass(frozen=True)
 class _Placed(Builder[PanelModel]):
-    """A panel as the library builds it."""
+    """Builds a panel with the library."""
 
     panel: Panel
     id: int
@@ -234,7 +234,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """Return a table of which each row is what the queries say of the same labels."""
+    """Return a table; each row has the values of all queries for the same labels."""
     names = {
         f"Value #{ref}": column for ref, column in zip("ABCDEFGH", panel.columns, strict=False)
     }

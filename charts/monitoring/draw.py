@@ -1,7 +1,7 @@
-"""Pictures of a dashboard without a Grafana: its own JSON, filled with answers of a Prometheus.
+"""Draw a dashboard without Grafana, from its JSON and query results of a Prometheus.
 
-Places, titles, units and legends are the dashboard's; how lines look is ours.
-`tests/support/charts/pictures.py` asks and writes `docs/how-to/*.svg`.
+Positions, titles, units and legends are the dashboard's; the style of lines is defined here.
+`tests/support/charts/pictures.py` queries, and writes `docs/how-to/*.svg`.
 """
 
 import math
@@ -13,11 +13,11 @@ from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[float, float]]
 Ask = Callable[[str], Sequence[tuple[Mapping[str, str], Points]]]
-"""Returns the series of a query over the time of the picture, each with its labels."""
+"""Returns the series of a query over the time range of the picture, with their labels."""
 
 CELL_WIDTH, CELL_HEIGHT = 48, 26
 _HEAD, _FOOT, _LEFT, _PAD = 24, 34, 52, 8
-# The colours of Okabe and Ito, which the colour-blind can tell apart.
+# Colours of Okabe and Ito, which colour-blind people can distinguish.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#B8A500")
 _STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
 _UNITS = {"s": "s", "Bps": "B/s", "bytes": "B", "watt": "W", "ops": "/s", "reqps": "/s"}
@@ -25,7 +25,7 @@ _UNITS = {"s": "s", "Bps": "B/s", "bytes": "B", "watt": "W", "ops": "/s", "reqps
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a panel."""
+    """A series of a panel."""
 
     name: str
     points: Points
@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a panel's lines are: its corner and size in pixels, and the ranges of its axes."""
+    """Area of a panel's lines: corner and size in pixels, and the ranges of the axes."""
 
     x: float
     y: float
@@ -44,7 +44,7 @@ class Frame:
     top: float
 
     def at(self, time: float, value: float) -> str:
-        """Return the place of a value, as SVG writes it."""
+        """Return the position of a value in SVG's form."""
         share = (time - self.begin) / ((self.end - self.begin) or 1)
         return f"{self.x + self.width * share:.1f},{self._height_of(value):.1f}"
 
@@ -85,7 +85,7 @@ def _panels_of(board: Mapping[str, Any], rows: Sequence[str]) -> list[dict[str, 
 
 
 def _lines(panel: Mapping[str, Any], ask: Ask) -> list[Line]:
-    """Return the panel's series, called as its legend says."""
+    """Return the panel's series with their legends."""
     found = []
     for target in panel["targets"]:
         for labels, points in ask(target["expr"]):
@@ -96,7 +96,7 @@ def _lines(panel: Mapping[str, Any], ask: Ask) -> list[Line]:
 
 
 def _named(target: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Return what the legend calls a series; of a table, which has none, all its labels."""
+    """Return the legend of a series; for a table, which has no legend, all its labels."""
     legend = target.get("legendFormat")
     if legend is None:
         return ", ".join(labels.values())
@@ -158,7 +158,7 @@ def _plot(
         parts.append(f'<line x1="{frame.x}" x2="{end}" y1="{height}" y2="{height}" stroke="#eee"/>')
         parts.append(_text(frame.x - 5, float(height) + 4, show(value, unit), anchor="end"))
     order = list(enumerate(lines))
-    for number, one in reversed(order):  # of a stack, the lower in front
+    for number, one in reversed(order):  # lower series of a stack are in front
         path = " ".join(frame.at(time, value) for time, value in one.points)
         fill = "none"
         if is_stacked:
@@ -173,7 +173,7 @@ def _plot(
 
 
 def _stacked(lines: list[Line]) -> list[Line]:
-    """Return each line on top of those before it."""
+    """Return the lines stacked on each other."""
     below: dict[float, float] = {}
     made = []
     for one in lines:
@@ -197,7 +197,7 @@ def _states(box: tuple[float, float, float, float], lines: list[Line]) -> list[s
 
 
 def _heatmap(box: tuple[float, float, float, float], lines: list[Line], unit: str) -> list[str]:
-    """Draw what each bucket has that the one below it has not."""
+    """Draw the count of each bucket without the bucket below."""
     bounds = sorted(lines, key=lambda one: float(one.name))
     frame = _frame(box, lines, 1.0)
     counts: dict[tuple[int, float], float] = {}

@@ -1,4 +1,4 @@
-"""The dashboard of all jobs, and of the operator that runs them."""
+"""The dashboard of all jobs and of the operator."""
 
 from finetune_trainer.config.metrics import Needs
 from monitoring.board import Board, Kind, Panel, Query, Row, Variable
@@ -97,7 +97,7 @@ def _use(windows: Windows) -> Row:
                 "none",
                 (
                     Query(
-                        # Of a job that was made anew it begins anew.
+                        # It starts again for a job that was created again.
                         "sum by (category) (clamp_min(delta(finetunejob:wallclock_seconds:max"
                         f"{{{_OF}}}[{share}]), 0)) / {windows.share:g}",
                         "{{category}}",
@@ -151,7 +151,7 @@ def _use(windows: Windows) -> Row:
 
 
 def _waits(windows: Windows) -> Row:
-    """Return panels of what happens once a job or an attempt: over a long time."""
+    """Return panels about events that happen once per job or attempt, over a long range."""
     past = duration(windows.past)
 
     def median(title: str, description: str, name: str) -> Panel:

@@ -1,7 +1,6 @@
-"""Rules and alerts on GPUs, the same whether our exporter reads them or NVIDIA's DCGM exporter.
+"""Rules and alerts on GPUs, for metrics of our exporter and of NVIDIA's DCGM exporter.
 
-A series says the GPU's UUID (`gpu`) and the node; `finetune_gpu:rank:info` says which rank of which
-job has it.
+A series has the labels `gpu` (UUID) and node; `finetune_gpu:rank:info` maps a GPU to job and rank.
 """
 
 from monitoring.rule import JOB, RANK, THE_RANK, Alert, Rule, Severity
@@ -9,14 +8,14 @@ from monitoring.windows import Windows, duration
 
 _BY_RANK = f"* on (gpu) group_left ({JOB}, rank) finetune_gpu:rank:info"
 _OF_NOTHING = (13, 31, 43, 45)
-"""XIDs that a program causes by itself; the others are the GPU's."""
+"""XIDs that a program can cause; the GPU causes all others."""
 
 
 def gpu_rules() -> tuple[Rule, ...]:
-    """Return the rules that give both sources the same names."""
+    """Return the rules that give metrics of both exporters the same names."""
     uuid = 'label_replace(finetune_train_info{gpu_uuid!=""}, "gpu", "$1", "gpu_uuid", "(.+)")'
     return (
-        # One rank a GPU: where two share one, the other's join would fail.
+        # One rank per GPU, because a join fails if two ranks share a GPU.
         Rule("finetune_gpu:rank:info", f"topk by (gpu) (1, max by (gpu, {RANK}) ({uuid}))"),
         _same("utilization:ratio", "finetune_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", 0.01),
         _same(
@@ -48,9 +47,9 @@ def gpu_rules() -> tuple[Rule, ...]:
 
 
 def _same(name: str, own: str, dcgm: str, factor: float) -> Rule:
-    """Return one rule for ours and for DCGM's, in our unit."""
+    """Return a rule for our metric and DCGM's, in our unit."""
     named = f'label_replace({dcgm}, "gpu", "$1", "UUID", "(.+)")'
-    for host in ("Hostname", "hostname"):  # its name until and since 2026
+    for host in ("Hostname", "hostname"):  # its names before and since 2026
         named = f'label_replace({named}, "node", "$1", "{host}", "(.+)")'
     scaled = named if factor == 1 else f"{factor:g} * {named}"
     return Rule(
@@ -74,7 +73,7 @@ def gpu_alerts(windows: Windows) -> tuple[Alert, ...]:
             f"{the_gpu}, which does not answer.",
             "The driver has lost it, or does not answer for it.",
         ),
-        # By its time, as a counter that begins at 1 has not grown.
+        # The time of the error is used, because a counter that begins at 1 has not increased.
         Alert(
             "FineTuneGpuXid",
             f"(time() - finetune_gpu_xid_last_timestamp_seconds{{{faults}}} < {windows.share:g})"
@@ -84,7 +83,7 @@ def gpu_alerts(windows: Windows) -> tuple[Alert, ...]:
             f"{the_gpu}, which reported the error XID {{{{ $labels.xid }}}}.",
             "That was {{ $value | humanizeDuration }} ago.",
         ),
-        # Of one reason, as several are there at the same time.
+        # The maximum over reasons, because several can apply at the same time.
         Alert(
             "FineTuneGpuThrottled",
             "(max by (gpu, node) (rate(finetune_gpu_throttle_seconds_total"

@@ -1,4 +1,4 @@
-"""All groups of rules, in the order in which they are written."""
+"""All groups of rules, in the order of the file."""
 
 from monitoring.alerts import job_alerts
 from monitoring.gpus import gpu_alerts, gpu_rules
@@ -9,7 +9,7 @@ from monitoring.windows import Windows, duration
 
 
 def groups(windows: Windows) -> tuple[Group, ...]:
-    """Return the groups; the windows are those of all of them."""
+    """Return the groups, whose times are in `windows`."""
     return (
         Group("finetune-jobs.rules", job_rules(windows)),
         Group("finetune-jobs.alerts", job_alerts(windows)),
@@ -30,7 +30,7 @@ def alerts_of(windows: Windows) -> tuple[Alert, ...]:
 
 
 def rule_file(windows: Windows) -> dict[str, object]:
-    """Return what Prometheus reads, which is a PrometheusRule's spec as well."""
+    """Return a rule file for Prometheus, which is also the spec of a PrometheusRule."""
     return {
         "groups": [
             {

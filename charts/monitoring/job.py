@@ -1,4 +1,4 @@
-"""The dashboard of one job: does it train, how fast, and what holds it back?"""
+"""The dashboard of one job: whether it trains, how fast, and what holds it back."""
 
 from finetune_trainer.config.metrics import Needs
 from monitoring.board import Board, Kind, Panel, Query, Row, Variable
@@ -262,7 +262,7 @@ def _ranks() -> Row:
 
 def _collectives() -> Row:
     def rate(name: str, by: str) -> str:
-        """Return what a rank has of it: each of its ranks counts a collective, and all of it."""
+        """Return a rate per rank, because every rank counts each collective in full."""
         of_rank = f"sum by ({RANK}, {by}) (rate(finetune_comm_{name}_total{{{_OF}}}[{_RATE}]))"
         return f"avg by ({by}) ({of_rank})"
 

@@ -1,4 +1,4 @@
-"""Every series that rules and dashboards may ask for: the catalogue's, recorded ones, DCGM's."""
+"""All series that rules and dashboards may query: of the catalogue, of rules, and of DCGM."""
 
 from finetune_operator.metrics.catalogue import OF_FLEET, OF_JOBS, OF_OPERATOR
 from finetune_trainer.config.gpu_metrics import OF_GPU
@@ -18,7 +18,7 @@ OF_DCGM = tuple(
     )
     for name in _DCGM
 )
-"""What of NVIDIA's exporter is asked for; all of it is on by default there."""
+"""Metrics of NVIDIA's exporter that are queried; it exports all of them by default."""
 
 OF_PODS: tuple[Metric, ...] = (*OF_TRAINING_NODE, *OF_GPU)
 OF_THE_OPERATOR: tuple[Metric, ...] = (*OF_OPERATOR, *OF_JOBS, *OF_FLEET)
@@ -26,10 +26,10 @@ CATALOGUE = (*OF_PODS, *OF_THE_OPERATOR)
 
 
 def queries(windows: Windows) -> Queries:
-    """Return the check, which knows the recorded series as well.
+    """Return the check of queries, which also knows the recorded series.
 
     Raises:
-        QueryError: a recording rule asks for what there is not.
+        QueryError: a recording rule queries an unknown series.
     """
     made = Queries(
         {

@@ -1,4 +1,4 @@
-"""The dashboard of one node: what its ranks do, and how its GPUs are."""
+"""The dashboard of one node, with its ranks and GPUs."""
 
 from finetune_trainer.config.metrics import Needs
 from monitoring.board import Board, Kind, Panel, Query, Row, Variable
@@ -105,7 +105,7 @@ def _gpus() -> Row:
 
 def _faults() -> Row:
     def rate(name: str, by: str) -> str:
-        """Return one of those that tell of a GPU: pages of two jobs may see the same."""
+        """Return one series per GPU, because pages of two jobs may show the same GPU."""
         return f"max by (gpu, {by}) (rate(finetune_gpu_{name}_total{{{_OF}}}[{_RATE}]))"
 
     return Row(

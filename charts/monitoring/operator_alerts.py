@@ -5,7 +5,7 @@ from monitoring.windows import Windows, duration
 
 
 def operator_alerts(windows: Windows) -> tuple[Alert, ...]:
-    """Return the alerts on the operator, which name no job."""
+    """Return the alerts on the operator, which do not concern a single job."""
     rate = duration(windows.rate)
     errors = f"sum by (backend) (rate(finetune_operator_reconcile_errors_total[{rate}]))"
     tries = f"sum by (backend) (rate(finetune_operator_reconcile_duration_seconds_count[{rate}]))"

@@ -1,7 +1,7 @@
-"""Does a query ask for what there is: metrics of the catalogue, their labels, the labels' values.
+"""Check that a query uses only metrics of the catalogue, with their labels and label values.
 
-The labels of a result are worked out on the way, so that one which an aggregation has taken away is
-noticed where it is asked for.
+The labels of every intermediate result are computed, so that the use of a label that an aggregation
+has removed is an error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from monitoring.rule import Rule
 OF_EACH_SCRAPE = frozenset({"namespace", "pod", "instance", "job"})
 """Labels that every series has."""
 OF_TRAINING_PODS = OF_EACH_SCRAPE | {"finetunejob", "node"}
-"""Labels of what the chart's PodMonitor scrapes."""
+"""Labels of series that the chart's PodMonitor scrapes."""
 
 _OF_HISTOGRAM = ("_bucket", "_sum", "_count")
 _SELECTIONS = ("topk", "bottomk")
@@ -25,15 +25,15 @@ Labels = frozenset[str]
 
 
 class QueryError(ValueError):
-    """A query asks for what there is not."""
+    """A query uses an unknown metric, label or label value."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """What a name stands for.
+    """A metric with its labels.
 
     Attributes:
-        values: of a label, where all of them are known.
+        values: Values of a label, if all are known.
     """
 
     labels: Labels
@@ -41,7 +41,7 @@ class Series:
 
 
 def series_of(metrics: Iterable[Metric], added: Labels) -> dict[str, Series]:
-    """Return what Prometheus has of these metrics, by name; a scrape adds some labels."""
+    """Return the series that Prometheus stores for these metrics, by name; a scrape adds labels."""
     found = {}
     for one in metrics:
         values = {label.name: label.values for label in one.labels if label.values}
@@ -56,16 +56,16 @@ def series_of(metrics: Iterable[Metric], added: Labels) -> dict[str, Series]:
 
 
 class Queries:
-    """Checks queries against the series that there are."""
+    """Checks queries against the known series."""
 
     def __init__(self, series: Mapping[str, Series]) -> None:
         self._series = dict(series)
 
     def learn(self, rule: Rule) -> None:
-        """Check a recording rule; from now on there are its series.
+        """Check a recording rule, and add its series to the known ones.
 
         Raises:
-            QueryError: it asks for what there is not.
+            QueryError: it queries an unknown series.
         """
         labels = self.labels_of(rule.expr)
         values: dict[str, tuple[str, ...]] = {}
@@ -75,7 +75,7 @@ class Queries:
         self._series[rule.record] = Series(labels, known)
 
     def names_in(self, query: str) -> set[str]:
-        """Return the names of all series that a query asks for."""
+        """Return the names of all series in a query."""
         found = set()
 
         def visit(expr: promql.Expr) -> bool:
@@ -93,7 +93,7 @@ class Queries:
 
         Raises:
             QueryError: a metric, a label or the value of a label is not known.
-            ValueError: it is no query.
+            ValueError: the text is not a query.
         """
         return self._labels(promql.parse(query))
 

@@ -1,4 +1,4 @@
-"""What a rule is: a recorded series, or an alert that names job, rank and node in words."""
+"""Rules: recorded series, and alerts whose texts name job, rank and node."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,9 +8,9 @@ from monitoring.windows import duration
 RUNBOOK = "https://github.com/finetune-operator/finetune-operator/blob/main/docs/runbook.md"
 
 JOB = "namespace, finetunejob"
-"""Labels that say of which job a series is."""
+"""Labels that identify the job of a series."""
 RANK = f"{JOB}, node, rank"
-"""Labels that say of which rank."""
+"""Labels that identify the rank of a series."""
 
 THE_JOB = "job {{ $labels.namespace }}/{{ $labels.finetunejob }}"
 JOB_AT_FIRST = f"J{THE_JOB[1:]}"
@@ -21,22 +21,22 @@ class Severity(StrEnum):
     """Whom an alert should reach."""
 
     CRITICAL = "critical"
-    """Somebody now: GPUs stand still, or will."""
+    """Someone must act now, because GPUs are idle or will be."""
     WARNING = "warning"
-    """Somebody today: GPUs are wasted."""
+    """Someone must act today, because GPU time is wasted."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The rank with the highest of some series, for the text of an alert on a whole job.
+    """The rank with the highest value of a series, for the text of an alert on a job.
 
-    Asked when the text is written. An alert by rank would name as many as are affected, and one on
-    the highest would begin anew whenever another rank is.
+    It is queried when the text is written. An alert by rank would fire for each affected rank, and
+    an alert on the highest rank would start again whenever another rank is the highest.
 
     Attributes:
-        series: their name.
-        matchers: for labels other than the job's.
-        words: what the sentence says before "rank 3 on node x".
+        series: Name of the series.
+        matchers: Matchers for labels other than the job's.
+        words: Start of the sentence, before "rank 3 on node x".
     """
 
     series: str
@@ -45,7 +45,7 @@ class Worst:
 
     @property
     def sentence(self) -> str:
-        """A template of Prometheus; Azure's know no queries."""
+        """Prometheus template; templates of Azure cannot query."""
         matchers = self.matchers.replace('"', '\\"')
         query = f"topk(1, {self.series}{{{matchers}namespace=%q,finetunejob=%q}})"
         return (
@@ -56,13 +56,13 @@ class Worst:
 
 @dataclass(frozen=True)
 class Rule:
-    """A recording rule: the name of its series, and what they are."""
+    """A recording rule: the name of its series, and their expression."""
 
     record: str
     expr: str
 
     def to_prometheus(self) -> dict[str, object]:
-        """Return it as a rule file has it."""
+        """Return the entry for a rule file."""
         return {"record": self.record, "expr": self.expr}
 
 
@@ -72,9 +72,9 @@ class Alert:
 
     Attributes:
         hold: Seconds for which the condition must be true.
-        summary: One line, with job, rank and node where the series has them.
-        description: What that means, and what its value is.
-        worst: Of an alert on a whole job: which of its ranks it names.
+        summary: One line, with the labels job, rank and node that the series has.
+        description: Meaning of the alert, with its value.
+        worst: The rank that an alert on a job names.
     """
 
     name: str
@@ -87,11 +87,11 @@ class Alert:
 
     @property
     def runbook_url(self) -> str:
-        """Where docs/runbook.md says what to do."""
+        """Section of docs/runbook.md about the alert."""
         return f"{RUNBOOK}#{self.name.lower()}"
 
     def to_prometheus(self) -> dict[str, object]:
-        """Return it as a rule file has it."""
+        """Return the entry for a rule file."""
         return {
             "alert": self.name,
             "expr": self.expr,

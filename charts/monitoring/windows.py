@@ -1,4 +1,4 @@
-"""Every time that rules, alerts and dashboards go by; all of them can be made shorter at once."""
+"""All time ranges of rules, alerts and dashboards, which can be shortened together."""
 
 from dataclasses import dataclass, fields
 
@@ -8,15 +8,15 @@ class Windows:
     """Times in seconds.
 
     Attributes:
-        interval: between two evaluations of a rule.
-        rate: over which rates are taken; at least four times the time between two scrapes.
-        share: over which shares of time are taken of what happens now and then, such as a
-            checkpoint; alerts on events look back as far.
-        past: how far back a job's network is compared with itself.
-        silence: shortest time without a step that can be a hang.
-        shortly: for which a condition must hold that is seldom wrong.
-        lasting: for which one must hold that others may cause for a moment.
-        long: for which one must hold that a start or an evaluation causes, too.
+        interval: Time between two evaluations of a rule.
+        rate: Range of rates; at least four times the scrape interval.
+        share: Range of shares of time for occasional work, such as a checkpoint, and of alerts on
+            events.
+        past: Range over which a job's network is compared with its earlier performance.
+        silence: Shortest time without a step that counts as a hang.
+        shortly: Duration of a condition that is rarely a false alarm.
+        lasting: Duration of a condition that other causes may fulfil for a moment.
+        long: Duration of a condition that a start or an evaluation also fulfils.
     """
 
     interval: float = 30
@@ -29,12 +29,12 @@ class Windows:
     long: float = 900
 
     def divided(self, by: float) -> "Windows":
-        """Return all times divided by a number, for a test that cannot wait as long."""
+        """Return all times divided by a number, for tests."""
         return Windows(**{one.name: getattr(self, one.name) / by for one in fields(self)})
 
 
 def duration(seconds: float) -> str:
-    """Return a time as PromQL writes it: `5m`, `90s`, `500ms`."""
+    """Return a time in PromQL's form: `5m`, `90s`, `500ms`."""
     for unit, size in (("h", 3600), ("m", 60), ("s", 1)):
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:.0f}{unit}"
@@ -42,10 +42,10 @@ def duration(seconds: float) -> str:
 
 
 def iso_duration(seconds: float) -> str:
-    """Return a time in whole minutes as Azure writes it: `PT5M`.
+    """Return a time in whole minutes in Azure's form: `PT5M`.
 
     Raises:
-        ValueError: it is not in whole minutes.
+        ValueError: the time is not in whole minutes.
     """
     if seconds % 60:
         raise ValueError(f"{seconds} s are not whole minutes, which Azure's rules need")

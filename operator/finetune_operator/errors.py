@@ -1,14 +1,16 @@
 """Every error that the operator raises deliberately.
 
-    FineTuneError ├── ManifestError a manifest cannot be read or is refused; has the problems ├──
-    UnknownBackendError no backend of that name is installed ├── BrokenBackendError a backend's
-    plugin cannot be imported or breaks its contract ├── StateError the embedded API's file is
-    invalid (embedded/store.py) ├── KubeError a cluster refuses, or cannot be reached
-    (kube/api_errors.py) └── BackendError a backend could not do its work
-        ├── AlreadyOwnedError the object to create exists and has another owner ├── NoSuchRankError
-        the attempt has no rank of the requested log └── TransientError a retry may succeed
-        (retryable)
-            └── NotCreatedError an attempt does not exist, and the obstacle may pass
+    FineTuneError
+    ├── ManifestError            a manifest cannot be read or is refused; has the problems
+    ├── UnknownBackendError      no backend of that name is installed
+    ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
+    ├── StateError               the embedded API's file is invalid (embedded/store.py)
+    ├── KubeError                a cluster refuses, or cannot be reached (kube/api_errors.py)
+    └── BackendError             a backend could not do its work
+        ├── AlreadyOwnedError    the object to create exists and has another owner
+        ├── NoSuchRankError      the attempt has no rank of the requested log
+        └── TransientError       a retry may succeed (retryable)
+            └── NotCreatedError  an attempt does not exist, and the obstacle may pass
 
 The class determines whether to retry (`retryable`). The message is one sentence: the fault, with
 the value, then the remedy.

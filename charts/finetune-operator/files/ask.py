@@ -1,4 +1,4 @@
-"""Ask a release whether it works; `helm test` runs it with the address of its Service."""
+"""Check that a release works; `helm test` runs it with the address of the release's Service."""
 
 import json
 import sys
@@ -7,14 +7,14 @@ from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-SECONDS = 60  # a new leader is there as soon as the old one's Lease has expired
+SECONDS = 60  # a new leader takes over when the Lease of the old one expires
 
 
 def main(address: str, seconds: float = SECONDS) -> int:
-    """Wait for a replica that leads; return 0, or 1 with what was found instead."""
+    """Wait for a replica that leads; return 0, or print the last finding and return 1."""
     end, said = time.monotonic() + seconds, ""
     while True:
-        found = look(address)  # each time the Service may choose another replica
+        found = look(address)  # the Service may choose another replica each time
         if found != said:
             said = found
             print(found, flush=True)
@@ -26,7 +26,7 @@ def main(address: str, seconds: float = SECONDS) -> int:
 
 
 def look(address: str) -> str:
-    """Return a sentence about one replica, which begins with `works` where all is well."""
+    """Return a sentence about one replica; it begins with `works` if the replica works."""
     try:
         is_ready, text = ask(f"{address}/readyz")
         if not is_ready:
@@ -45,7 +45,7 @@ def look(address: str) -> str:
 
 
 def ask(url: str) -> tuple[bool, str]:
-    """Return whether the answer is no refusal, and its text."""
+    """Return whether the response has a status below 400, and its text."""
     try:
         with urlopen(url, timeout=5) as answer:
             return True, answer.read().decode()

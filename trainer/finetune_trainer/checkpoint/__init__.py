@@ -1,1 +1,1 @@
-"""Checkpoints: written beside training, committed by a manifest, trusted only when verified."""
+"""Checkpoints: written while training continues, committed by a manifest, verified before use."""

@@ -10,7 +10,7 @@ import math
 
 from finetune_trainer.config import CheckpointConfig
 
-# C is unknown before the first save, so the first save is early and measures it.
+# Time of the first save, which is early because it measures C.
 FIRST_SAVE_SHARE = 1 / 1000  # of the mean time between failures
 
 
@@ -52,7 +52,7 @@ class Cadence:
         return is_elapsed
 
     def restart(self) -> None:
-        """Start the next interval at the next check: a save begins now."""
+        """Start the next interval at the next check, because a save begins now."""
         self._counted_from = None
 
     @property

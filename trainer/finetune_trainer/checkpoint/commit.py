@@ -1,10 +1,10 @@
 """Commit and verify checkpoints: a folder with a manifest of sizes and hashes, written last.
 
-The store writes checkpoints with it, and every reader of the ledger lists them with it. This module
-must not import torch. The name of a folder, `step-N.CLAIM`, contains the claim of its writer, so
-that two writers never share a folder; trainers before claims wrote `step-N`. A folder is a valid
-checkpoint while every file matches the manifest, and is used while it is in the lineage of the
-current attempt.
+The store uses it to write checkpoints, and every reader of the ledger uses it to list them. This
+module must not import torch. The name of a folder, `step-N.CLAIM`, contains the claim of its
+writer, so that two writers never share a folder; trainers without claims wrote `step-N`. A folder
+is a valid checkpoint if every file matches the manifest. It is used only if it belongs to the
+lineage of the current attempt.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from finetune_trainer.files import remove_tree, sync
 
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(rf"step-(\d+)(?:\.{TAG})?")
-_OLD_LEFTOVER = re.compile(r"step-\d+\.tmp")  # of trainers before claims
+_OLD_LEFTOVER = re.compile(r"step-\d+\.tmp")  # of trainers without claims
 
 
 class FileDigest(ContractModel):
@@ -46,7 +46,7 @@ class Fingerprint(ContractModel):
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Omit unset fields of newer versions: the manifest's hash covers this text."""
+        """Omit unset fields that older versions lack: the manifest's hash covers this text."""
         values: dict[str, object] = handler(self)
         fields = type(self).model_fields
         added = ("weights", "optimizer")
@@ -131,8 +131,8 @@ class StepFolder(NamedTuple):
 class Lineage(NamedTuple):
     """The checkpoints that the current attempt descends from or has written.
 
-    Others were committed after its starting point, or too late for it to see them. They are ignored
-    and never deleted.
+    Other checkpoints were committed after its starting point, or too late for the attempt to see
+    them. They are ignored and never deleted.
     """
 
     claim: Claim
@@ -329,7 +329,7 @@ def remove_leftovers(root: Path, claim: Claim) -> None:
 
 
 def delete(folder: Path) -> None:
-    """Delete a committed checkpoint, the manifest first: a partly deleted folder is uncommitted.
+    """Delete a committed checkpoint, the manifest first, so that the rest is not committed.
 
     Raises:
         OSError: the folder cannot be deleted.

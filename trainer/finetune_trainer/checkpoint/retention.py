@@ -14,7 +14,7 @@ from finetune_trainer.failpoints import failpoint
 
 
 def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
-    """Return the checkpoint with the lowest held-out loss, the newest of equals; None if none."""
+    """Return the newest checkpoint with the lowest held-out loss; None without any."""
     evaluated = [ref for ref in refs if ref.eval_loss is not None]
     return min(evaluated, key=lambda ref: (ref.eval_loss, -ref.step), default=None)
 

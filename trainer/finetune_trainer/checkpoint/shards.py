@@ -1,6 +1,6 @@
-"""Write tensors to the files of one checkpoint and read them back; the only user of DCP.
+"""Write tensors to the files of one checkpoint and read them back; only this module uses DCP.
 
-The store calls it; commits are not its part. `torch.distributed.checkpoint` (DCP) writes a
+The store calls it and commits the files itself. `torch.distributed.checkpoint` (DCP) writes a
 replicated tensor once, on one of its ranks, and reads a sharded tensor on any world size.
 """
 
@@ -244,7 +244,7 @@ def _without_rename() -> "FileSystem":
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Find the OSError behind an error of torch, which reports a full disk as a wrong offset."""
+    """Return the OSError behind a torch error, which reports a full disk as a wrong offset."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__

@@ -162,8 +162,8 @@ def _choose(
 ) -> tuple[Path, Manifest] | None:
     """Return the named checkpoint, or the newest of the job's own checkpoints if it is later.
 
-    A later attempt must not return to the starting point of the first: neither to the folder that
-    `resumeFrom` names, nor to step 0 if it is `none`.
+    A later attempt must not return to the starting point of the first attempt, which is the folder
+    that `resumeFrom` names, or step 0 if `resumeFrom` is `none`.
     """
     own = named = None
     if config.resume_from == "auto" or config.is_continued:

@@ -3,8 +3,8 @@
 The loop owns one `CheckpointStore` per rank and calls the same methods at the same steps on every
 rank. A save copies the state and returns. A thread writes a folder named by step and claim, and
 when every rank's part is on disk, rank 0 adds the manifest, which commits the checkpoint. The
-thread needs a process group of its own: its collectives would otherwise interleave with those of
-training.
+thread needs its own process group, because its collectives would otherwise interleave with
+training's.
 """
 
 import json

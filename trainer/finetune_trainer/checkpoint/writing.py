@@ -1,7 +1,7 @@
 """Write one checkpoint: the files, their hashes, and the manifest that commits them.
 
-The store calls it in the saving thread of every rank. The manifest commits the checkpoint, so an
-earlier failure leaves the previous checkpoints in force.
+The store calls it in the saving thread of every rank. Because only the manifest commits the
+checkpoint, the previous checkpoints stay valid after a failure.
 """
 
 import shutil

@@ -2,14 +2,15 @@
 
 `fence.take` calls it on rank 0, before any other write to the folders. It relies on one property: a
 written file is in every listing that starts more than the file system's lag later, and in none that
-ended before the write. It uses no rename, no exclusive create and no clock but this process's own,
+ended before the write. It uses neither rename nor exclusive create, only this process's own clock,
 and does not wait on local disks.
 
 Mutual exclusion between jobs: a process writes `door`, waits, and lists. Of two processes, at least
-the later one sees the other's door, and a process that sees another door withdraws. So at most one
-passes, however slow both are. It then writes `held`, which is permanent: the job owns the folder,
-and its next attempt needs only a higher claim. Waiting only determines the order of newcomers: the
-smallest uid is first, and a newcomer without progress is passed after a while.
+the later one sees the `door` file of the other, and a process that sees such a file withdraws. At
+most one process therefore continues, however slow both are. It then writes `held`, which is
+permanent: the job owns the folder, and its next attempt needs only a higher claim. Waiting only
+determines the order of newcomers: the smallest uid is first, and a newcomer without progress is
+overtaken after a while.
 
 All folders of a run are acquired together, step by step. Otherwise two jobs that share two folders
 could acquire one each and both be refused, and two starts of one attempt could each be the later
@@ -45,8 +46,9 @@ class Pace:
 
     Attributes:
         lag_seconds: Longest time until a new file is in a listing; 0 on a local disk.
-        rival_wait_seconds: Wait of the first of two newcomers for an unaware rival.
-        patience_seconds: How long to wait for a newcomer that makes no progress.
+        rival_wait_seconds: Time that the first of two newcomers waits for a rival that has not seen
+            it yet.
+        patience_seconds: Time to wait for a newcomer that does not progress.
         sleep: Waits for a number of seconds; may raise to abort.
         clock: Seconds of this process's own clock.
     """
@@ -72,9 +74,9 @@ class Wanted:
         field: Field of the spec that names the folder.
         job: Job of the process.
         take_over: Whether this job continues the work of a deleted job of its name.
-        left_by: Finds the owner of an unclaimed folder by its content: trainers before claims wrote
-            no claims, and the next attempt of their job must be admitted.
-        remedy: How the user selects another folder, if not by `field`.
+        left_by: Finds the owner of an unclaimed folder by its content, because older trainers did
+            not write claims and the next attempt of their job must be admitted.
+        remedy: Advice for selecting another folder, if that is not done with `field`.
     """
 
     folder: Path
@@ -100,7 +102,7 @@ class Wanted:
         )
 
     def may_follow(self, owner: JobRef) -> bool:
-        """Whether this job may write to a folder of `owner`: the same job, or one it takes over."""
+        """Whether this job may write to a folder of `owner`: it is the same job or takes over."""
         if owner.identity == self.job.identity:
             return True
         is_namesake = (owner.namespace, owner.name) == (self.job.namespace, self.job.name)
@@ -119,7 +121,8 @@ def refuse_taken(wanted: Wanted) -> int:
     if owner is not None and owner.uid == uid:
         return owner.epoch
     if owner is not None and any(one.uid == uid and one.epoch < owner.epoch for one in seen.held):
-        # Copied manifests both allow a takeover: ownership only moves from the older to the newer.
+        # Two copied manifests may both allow a takeover, so ownership moves only from the older to
+        # the newer job.
         raise taken_over(wanted.folder, uid, owner)
     job = wanted.left_by(wanted.folder) if owner is None else read_job(wanted.folder, owner)
     if job is not None and not wanted.may_follow(job):
@@ -149,7 +152,7 @@ def enter(
 
 
 class _Bid(NamedTuple):
-    """A claim that is not yet held."""
+    """A claim whose job does not own the folder yet."""
 
     wanted: Wanted
     claim: Claim
@@ -276,12 +279,14 @@ class _Newcomer:
             if not any(one.uid < bids[0].claim.uid for one in rivals):
                 break
             self._pace.sleep(min(0.05, self._pace.rival_wait_seconds))
-        if rivals:  # a rival that listed before our claims existed may be at a door now
+        if (
+            rivals
+        ):  # a rival that listed the folder before our claims existed may have a door mark now
             self._pace.sleep(self._pace.rival_wait_seconds)
             self._pace.until_listed()
 
     def _pass_doors(self, bids: list[_Bid]) -> bool:
-        """Pass the doors and hold the folders; return False if a rival is at a door, too."""
+        """Write door marks, then hold the folders; return False if a rival has a door mark, too."""
         began = self._pace.clock()
         for bid in bids:
             bid.listing()
@@ -289,7 +294,7 @@ class _Newcomer:
         if self._rivals(bids, Mark.DOOR):
             return False
         if self._pace.clock() - began > self._pace.patience_seconds / 2:
-            return False  # the others may have lost patience with this one
+            return False  # the others may no longer wait for this process
         for bid in bids:  # the owner must be known even after a power loss
             bid.make_durable()
         self._mark(bids, Mark.HELD)
@@ -297,7 +302,10 @@ class _Newcomer:
             for bid in bids:
                 bid.listing()
                 bid.expect_claim()
-        except (FolderTakenError, ClaimLostError):  # a rival lost patience and passed this one
+        except (
+            FolderTakenError,
+            ClaimLostError,
+        ):  # a rival stopped waiting and overtook this process
             for bid in bids:
                 bid.unmark(Mark.HELD)
             raise

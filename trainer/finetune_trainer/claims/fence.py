@@ -1,8 +1,8 @@
 """Hold the claims of one attempt on all its folders, and check that they are still in force.
 
 `launch.worker` takes the claims on rank 0 before any file is written, telemetry included. Code that
-commits, deletes or publishes checks directly before; a thread checks for all other writes. A check
-lists each folder once.
+commits, deletes or publishes checks the claims immediately before. A thread checks them for all
+other writes. A check lists each folder once.
 """
 
 import os
@@ -19,7 +19,7 @@ from finetune_trainer.claims.names import Claim, Listing, Mark
 from finetune_trainer.errors import ClaimLostError, OvertakenError
 
 SECONDS_BETWEEN_CHECKS = 4.0
-# On these, a new file is listed at once; on all others, such as remote ones, that is unknown.
+# File systems that list a new file at once. Others, such as remote ones, may list it later.
 _LOCAL_FILE_SYSTEMS = frozenset(
     [
         *("bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuse.fuse-overlayfs"),

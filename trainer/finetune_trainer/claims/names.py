@@ -1,13 +1,14 @@
 """Names of the files of a claim, and the claims found in one listing of a folder.
 
-A claim is a few small files in `FOLDER/.finetune-claims`, one per state that it has reached:
+A claim consists of a few small files in `FOLDER/.finetune-claims`, one for each state that it has
+reached:
 
     0-2-1-9f3c5a1e.claim.UID   a process requests the folder; the content names the job for people
     0-2-1-9f3c5a1e.door.UID    the process has seen no rival
     0-2-1-9f3c5a1e.held.UID    the job owns the folder
 
-The numbers are the claim's epoch, attempt and generation. Each file is written once, under a
-unique name, so a check needs only the names and never the content of a changing file.
+The numbers are the claim's epoch, attempt and generation. Each file is written once, under a unique
+name, so a check needs only the names and never the content of a changing file.
 """
 
 import re
@@ -111,7 +112,7 @@ class Listing(NamedTuple):
         return max(self.held, default=None)
 
     def overtakes(self, claim: Claim) -> Claim | None:
-        """Return a claim of the same job or a later job that supersedes `claim`; None if none does.
+        """Return a claim of the same job or a later job that supersedes `claim`; None without one.
 
         A higher claim of the same job supersedes with its first mark. A claim of another job must
         be held, because it may still withdraw before that.

@@ -15,7 +15,7 @@ COLLECTIVE_OPS = (
 GROUPS = ("dp", "shard", "replica", "control", "checkpoint")
 SIZE_CLASSES = ("small", "medium", "large")
 MOST_KINDS = 14
-"""Combinations of operation, group and size class that a rank counts; no strategy has more."""
+"""Maximum number of combinations of operation, group and size class; no strategy has more."""
 
 
 def _of_collectives(name: str, unit: str, help: str) -> Metric:

@@ -66,7 +66,7 @@ def data_suffix(name: str) -> str | None:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file found in a folder of rows, not named itself, contains rows.
+    """Whether a file that was found in a folder, rather than named, contains rows.
 
     Hidden files belong to other programs, such as the `._a.jsonl` of a Mac.
     """

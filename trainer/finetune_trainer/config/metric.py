@@ -41,12 +41,13 @@ class Metric:
 
     Attributes:
         name: Name on the page; a counter's name ends with `_total`.
-        unit: Unit of its values, in the plural; for a counter of things, the things.
+        unit: Unit of its values, in the plural; for a counter, the name of the counted things.
         labels: Labels in the order of the page.
         buckets: Ascending upper bounds of a histogram, without the last, infinite one.
         is_of_rank_zero: Only rank 0 has it; otherwise every rank has its own.
-        most_series: Maximum per rank if the run decides which series exist; each then appears with
-            its first value, including counters. None: all combinations of labels exist.
+        most_series: Maximum number of series per rank, if the run decides which series exist. Each
+            series, also of a counter, then appears with its first value. None if all combinations
+            of labels exist.
         is_unknown_at_first: A counter that appears only when there is something to count.
     """
 

@@ -59,7 +59,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 """Seconds on a clock that may be set back."""
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)]
-"""Seconds since the epoch, before the year 10000, the end of calendars."""
+"""Seconds since the epoch, before the year 10000, where `datetime` ends."""
 
 
 class CheckpointRef(ContractModel):
@@ -81,7 +81,7 @@ class SampleAnswer(ContractModel):
 
 
 class DataReport(ContractModel):
-    """Outcome of the rows; truncation is never silent."""
+    """Counts of the rows, including truncated rows."""
 
     rows: int = 0
     sequences: int = 0

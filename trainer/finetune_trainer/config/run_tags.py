@@ -1,7 +1,7 @@
 """Tags of a run on Azure ML through which trainer and operator communicate.
 
-The trainer publishes its progress and that it reads tags; the operator requests a stop, because
-Azure ML may not send SIGTERM.
+The trainer publishes its progress, and that it reads the tags. The operator requests a stop with a
+tag, because Azure ML may not send SIGTERM.
 """
 
 from pydantic import AwareDatetime, Field

@@ -8,7 +8,8 @@ from finetune_trainer.config.contract_model import ContractModel, JobRef
 from finetune_trainer.config.inputs import DataConfig, ModelConfig
 from finetune_trainer.config.training import MethodConfig, TrainingConfig
 
-# Values that differ between nodes are environment variables; TrainConfig is the same for all nodes.
+# Values that differ between nodes are in environment variables, so that all nodes have the same
+# TrainConfig.
 ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX also works
 ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # name in the cluster; default: the host's name
 ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
@@ -264,7 +265,7 @@ class TrainConfig(ContractModel):
         return self
 
     def continued(self) -> Self:
-        """Return the configuration for a start that may not be the first: own commits count."""
+        """Return the configuration for a start that may resume from the job's own checkpoints."""
         checkpoint = self.checkpoint.model_copy(update={"is_continued": True})
         return self.model_copy(update={"checkpoint": checkpoint})
 

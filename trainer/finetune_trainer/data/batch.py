@@ -1,8 +1,8 @@
 """Turn packs into tensors for one forward pass.
 
-Called by the loop, a micro-batch at a time. Only `position_ids` that restart at 0 separate the
-documents of a row. The model must be called with `use_cache=False` and without an attention mask:
-either one would silently let documents attend to each other.
+The loop calls it for each micro-batch. Only `position_ids` that restart at 0 separate the documents
+of a row. The model must be called with `use_cache=False` and without an attention mask, because a
+cache or a mask would silently let documents attend to each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,9 @@ class MicroBatch:
 
     Attributes:
         input_ids: (B, T) int64.
-        position_ids: (B, T) int64; 0 begins a document. Padding forms documents of its own, none
-            longer than the longest document of the batch, because a position table may end there.
+        position_ids: (B, T) int64; 0 begins a document. Padding forms separate documents, none of
+            them longer than the longest document of the batch, because a position table may end
+            there.
         targets: (B, T) int64, the token that position t must predict (already shifted); -100 if
             the position has no target.
         cu_seq_lens: (N + 1,) int32, start of each of the N documents of the flattened batch, and
@@ -55,7 +56,7 @@ class MicroBatch:
         *,
         tokens: int,
     ) -> "MicroBatch":
-        """Find bounds and labels of (B, T) tensors on the CPU; on a GPU this would synchronise."""
+        """Compute bounds and labels of (B, T) tensors on the CPU; a GPU would synchronise."""
         begins = (position_ids == 0).flatten().nonzero().flatten()
         cu_seq_lens = begins.new_empty(len(begins) + 1)
         cu_seq_lens[:-1], cu_seq_lens[-1] = begins, position_ids.numel()

@@ -2,9 +2,9 @@
 
 Called by `sequences` once a data set turns out to be large. The processes are separate programs: a
 rank may already hold gloo threads and a CUDA context, which do not survive a fork. They read
-batches from standard input, write encoded batches to standard output, touch no file, and terminate
-with the process that started them, even if it is killed. Tokenizer threads are off in them. The
-output does not depend on the number of processes.
+batches from standard input, write encoded batches to standard output, do not access files, and
+terminate with the process that started them, even if it is killed. They run no tokenizer threads.
+The output does not depend on the number of processes.
 """
 
 import os
@@ -93,7 +93,7 @@ class Crew:
         while True:
             try:
                 batch = next(batches, None)
-            except Exception as error:  # raised once all batches read before it are encoded
+            except Exception as error:  # raised once all earlier batches are encoded
                 batch, unread = None, error
             if batch is None:
                 break

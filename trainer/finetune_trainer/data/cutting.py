@@ -3,11 +3,11 @@
 Called by `encoding` if rows are truncated. Tokenising ten megabytes would take gigabytes of memory
 for the two thousand tokens that are retained.
 
-The first tokens do not change, because the known pre-tokenizers end a word wherever a space follows
-another character, independent of the rest of the text, and tokenise word by word. The tokens of a
-text cut there are therefore the first tokens of the whole text. The caller checks that there are
-enough. NFC never composes a space with the character before it. Other tokenizers (sentencepiece
-processes a whole text at once) get whole texts.
+The first tokens do not change, because the known pre-tokenizers end a word at each space after
+another character, whatever the rest of the text, and the tokenizers encode word by word. The tokens
+of a text that is cut at such a space are therefore the first tokens of the whole text. The caller
+checks that there are enough. NFC never composes a space with the character before it. Other
+tokenizers (sentencepiece processes a whole text at once) get whole texts.
 """
 
 import json

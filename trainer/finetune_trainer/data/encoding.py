@@ -1,8 +1,8 @@
 """Encode rows as tokens with a label mask, which marks the tokens that the model learns.
 
-Called by `sequences` and the preview. A label is a token that is predicted: in a conversation the
-assistant's turns with their stop tokens, in a text all of it. A label is preceded by exactly the
-tokens of its prompt at inference time.
+Called by `sequences` and the preview. A label is a token that the model learns to predict: in a
+conversation the assistant's turns with their stop tokens, in a text every token. A label is
+preceded by exactly the tokens of its prompt at inference time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,8 +39,8 @@ class EncodedRow:
 
     Attributes:
         parts: Usually a single part; several if turns of a conversation need rows of their own.
-        has_special_text: Whether the row writes out special tokens of the model, which are plain
-            text here.
+        has_special_text: Whether the row contains the text of special tokens, which are plain text
+            here.
         is_cut: Whether the text was cut before tokenising. The parts are still longer than the
             maximum, but lack the end of the row.
     """
@@ -71,7 +71,7 @@ class RowEncoder:
         structural = self._template.structural_tokens if self._template else ()
         self._control = ControlTokens(tokenizer, structural, config.special_tokens)
         self._text_tokens = None if config.allow_special_tokens else self._control
-        # Characters outside of the vocabulary become the unknown token, which is not a forgery.
+        # The unknown token is allowed: characters outside of the vocabulary become this token.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
         self._own: OwnTokenizer | None = None
         self._prompts = PromptTokens(tokenizer)
@@ -212,9 +212,9 @@ class RowEncoder:
     ) -> Iterator[tuple[list[int], list[Span], bool]]:
         """Yield tokens, the learned spans, and whether the end of the text is included.
 
-        If the tokenizer merges the end of a prompt with the beginning of its turn, such as two
-        line breaks, the prompt keeps its own tokens and the rest of the merged token is tokenised
-        separately. Such a turn gets a row of its own, because later turns see the merged token.
+        If the tokenizer merges the end of a prompt with the beginning of its turn, such as two line
+        breaks, the prompt keeps its own tokens and the rest of the merged token is tokenised
+        separately. Such a turn gets its own row, because later turns see the merged token.
         """
         try:
             own = self._own_tokenizer()

@@ -1,7 +1,7 @@
 """Read a row as a conversation or a text, by the names of its columns.
 
-Called by `encoding`. Knows the usual column names (OpenAI messages, ShareGPT conversations, prompt
-and completion, instruction and output), but not tokens.
+`encoding` calls it. It knows the usual column names (OpenAI messages, ShareGPT conversations,
+prompt and completion, instruction and output), but not tokens.
 """
 
 import json

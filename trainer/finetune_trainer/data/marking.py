@@ -1,4 +1,4 @@
-"""Mark the end of each text of a turn with a private-use character, to find it once rendered.
+"""Mark the end of each text of a turn with a private-use character, to find it when rendered.
 
 Called by `turns`, which renders the marked turn in addition to the turn itself.
 """

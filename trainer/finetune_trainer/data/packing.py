@@ -1,8 +1,8 @@
 """Combine sequences into packs that fill a fixed number of positions.
 
-Called by the data plan alone. Best fit over the sequences in the given order: each sequence goes
-into the open pack that it fills best. The order must be shuffled. Sorting by length first would
-fill the packs slightly better, but packs of equally long, and so similar, rows cost quality.
+Only the data plan calls it. The algorithm is best fit: each sequence, in the given order, goes into
+the open pack that it fills best. The order must be shuffled. Sorting by length first would fill the
+packs slightly better, but packs of equally long, and so similar, rows cost quality.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Every rank builds the same plan and can look up any step. Resuming therefore ski
 number of label tokens of a step needs no collective, and a run on another number of ranks keeps the
 same global batches. With P packs per epoch and G packs per step, step `s` (counted from 0) owns
 positions `s * G` to `(s + 1) * G - 1` of the infinite stream epoch 0, epoch 1, ... Each epoch
-contains every sequence as often as its weight specifies, in an order of its own. Only the last step
+contains every sequence as often as its weight specifies, in a different order. Only the last step
 of a run may be smaller.
 
 Sequences are assigned to packs once per run, by best fit over a shuffle of all of them, so P is the

@@ -1,7 +1,7 @@
 """Count the tokens of a text that belong to its prompt, without tokenising the prompt.
 
-Called by `encoding` for each turn of a conversation: tokenising the prompt of each turn separately
-costs time quadratic in the number of turns.
+`encoding` calls it for each turn of a conversation, because tokenising the prompt of each turn
+takes time quadratic in the number of turns.
 
 The count is exact, because a fast tokenizer first splits a text at its added tokens and tokenises
 each piece separately. The tokens before an added token do not depend on the text after it. The

@@ -28,7 +28,7 @@ from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 5  # raise it whenever the same rows would give other arrays
+CACHE_VERSION = 5  # increase it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
 # A data set tokenised within this time needs no processes, which take as long to start.
 SECONDS_ALONE = 1.0
@@ -122,7 +122,7 @@ def prepare(
     *,
     name: str = "train",
 ) -> TokenDataset:
-    """Return the tokens of all sources, tokenising into the cache what it lacks.
+    """Return the tokens of all sources; tokenise sources that the cache lacks.
 
     The name of a cache entry is a hash of the bytes of the rows, the tokenizer, its template and
     every setting that changes a token, so an outdated entry is never read. A damaged entry is

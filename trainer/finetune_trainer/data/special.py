@@ -1,4 +1,4 @@
-"""Treat special tokens that a row writes out as text; only the template's are special.
+"""Treat the text of special tokens in rows as plain text; only the template's tokens are special.
 
 Called by `turns` and `encoding`. A row that contains the text of a special token is rendered with
 that text broken by a private-use character (`shield`). Special tokens that are still intact in the
@@ -37,7 +37,7 @@ class ControlTokens:
     ) -> None:
         """Collect all special tokens, and `structural` tokens without the flag `special`.
 
-        `written` are tokens that rows may write out; they are not special here.
+        Rows may contain the tokens in `written`; they are not special here.
         """
         added = tokenizer.added_tokens_decoder
         # Not every tokenizer flags the tokens that it declares as end or padding.
@@ -118,7 +118,7 @@ class OwnTokenizer:
 
     @cached_property
     def _bare(self) -> Any:
-        """A second copy that adds no space before a text; few data sets need it."""
+        """A second copy, which does not add a space before a text; few data sets need it."""
         from tokenizers import Tokenizer
 
         backend = json.loads(self._whole.to_str())

@@ -118,7 +118,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            # Not `apply_chat_template`, which does not render an empty conversation.
+            # `apply_chat_template` is not used because it does not render an empty conversation.
             [text], marks = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) or None,

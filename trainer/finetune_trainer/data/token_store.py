@@ -79,7 +79,7 @@ class TokenStore:
         self._draft = self._folder.with_name(f"{key}.{socket.gethostname()}.tmp")
 
     def open(self) -> StoredTokens | None:
-        """Map the committed arrays; None if there are none, or if they are damaged."""
+        """Map the committed arrays; None if they do not exist or are damaged."""
         try:
             manifest = Manifest.read(self._folder / MANIFEST)
             if manifest.files != {name: _digest(self._path(name)) for name in ARRAYS}:

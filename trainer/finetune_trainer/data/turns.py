@@ -59,9 +59,8 @@ def learned_rows(
     """Render a conversation as the rows that it is learned from.
 
     Turns share a row if the template renders the turn and the text before it in the row exactly as
-    in the conversation up to that turn. Otherwise each turn is the end of a row of its own.
-    `control` are the special tokens that are text if the row writes them out; None leaves them
-    special.
+    in the conversation up to that turn. Otherwise each turn ends a separate row. `control` are the
+    special tokens whose text in a row is plain text; with None they are special.
 
     Raises:
         DataError: the template refuses the conversation, does not begin a turn with its prompt,

@@ -1,8 +1,8 @@
 """Merge adapters into a copy of the base model, and verify that the logits are the same.
 
 `export` calls it on rank 0. The trained model is never changed, because un-merging W + BA leaves
-rounding errors. A quantised base is dequantised first: the adapters were trained against those
-weights, not against the original ones.
+rounding errors. A quantised base is dequantised first, because the adapters were trained with those
+weights, not with the original ones.
 """
 
 import copy

@@ -136,7 +136,7 @@ def export(
         ) from error
     except TrainerError:
         raise
-    except Exception as error:  # of a library; a retry with the same model would fail again
+    except Exception as error:  # raised by a library; a retry with the same model would fail again
         raise ExportError(
             f"the trained model cannot be exported ({_reason(error)}); the last checkpoint is "
             "committed"

@@ -2,8 +2,9 @@
 
 `export` calls it. All files are written to a staging folder in the output first. Then they are
 moved one by one, and the record that marks the export as complete is moved last. Only files of an
-earlier export are replaced or deleted. Loaders need fixed names, so unlike a checkpoint an export
-cannot contain its writer's claim: the fence is checked before each file.
+earlier export are replaced or deleted. Because programs load an export by fixed file names, its
+names cannot contain the writer's claim, unlike a checkpoint's. The fence is therefore checked
+before each file.
 """
 
 import os

@@ -71,7 +71,7 @@ def claim_folders(config: TrainConfig, should_stop: Callable[[], bool]) -> Fence
     )
     return take(
         [
-            # Of the folders that a copied manifest shares, first those named in it.
+            # Folders that the manifest names come first, because a copied manifest shares them.
             wanted(config.checkpoint.dir, "spec.checkpoint.uri", job_of_checkpoints),
             wanted(config.output.dir, "spec.output.uri", job_of_export),
             run_dir,

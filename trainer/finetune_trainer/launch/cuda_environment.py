@@ -11,7 +11,7 @@ from finetune_trainer.config import TrainConfig
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 _EXPANDS = "expandable_segments"
 _DETERMINISTIC = {
-    # Otherwise cuBLAS alternates between its own buffers (its documentation, section 2.1.4).
+    # Without it cuBLAS alternates between its own buffers (section 2.1.4 of its documentation).
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Reductions in switches (NVLS) and in trees have no fixed order.
     "NCCL_ALGO": "Ring",

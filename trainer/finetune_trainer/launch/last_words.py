@@ -1,7 +1,8 @@
 """Capture what a rank prints on stderr before C++ code ends its process without Python.
 
 NCCL's watchdog is a C++ thread that aborts the process if a collective does not end or a peer is
-gone. `rank_ends` reads each rank's stderr, forwards it at once, and searches its end here.
+gone. `rank_ends` creates a `LastWords` per rank, which forwards its stderr and searches the end of
+it.
 """
 
 import os
@@ -16,10 +17,10 @@ from finetune_trainer.launch.rank_report import RankReport
 _STDERR = 2
 _TAIL_BYTES = 2**18  # includes the C++ frames of an abort
 _READ_BYTES = 2**16
-# For data left in the pipe of an ended process, which its children may hold open.
+# Time to read the rest of an ended process's pipe, which its children may hold open.
 _SECONDS_FOR_THE_REST = 1.0
 
-# An uncaught exception, without torch's frames; and a fatal line of torch's log.
+# Patterns of an uncaught exception without torch's frames, and of a fatal line in torch's log.
 _THROWN = re.compile(
     r"terminate called after throwing an instance of .*?what\(\): +(.*?)"
     r"(?=\nException raised from |\nframe #|\Z)",
@@ -56,7 +57,7 @@ class LastWords:
 
 
 def _forward(part: bytes) -> bool:
-    """Write a part to our stderr; return False if that has no reader, so the rank never waits."""
+    """Write a part to our stderr; return False if it has no reader, for which no rank waits."""
     try:
         while part:
             part = part[os.write(_STDERR, part) :]

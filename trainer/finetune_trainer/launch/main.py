@@ -54,8 +54,8 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
 def _run_as_rank(config: TrainConfig, entry: str) -> int:
     """Do one rank's work; without our supervisor, the ranks write the termination message.
 
-    Rank 0 reports for all ranks, unless another rank is the cause: rank 0 then only sees that a
-    peer is gone. Rank 0 may report first; the causing rank then overwrites its message.
+    Rank 0 reports for all ranks, unless another rank is the cause, because rank 0 then only detects
+    the loss of a peer. If rank 0 reports first, the rank that is the cause overwrites its message.
     """
     from finetune_trainer.launch.worker import run_rank  # slow to import, not for supervisors
 
@@ -102,7 +102,7 @@ def _written(path: Path, since: float) -> Termination | None:
 
 def _refuse(path: Path, error: OSError | ValidationError) -> ExitCode:
     problems = _problems(path, error)
-    if len(problems) > 1:  # a single one is in the termination message
+    if len(problems) > 1:  # a single problem is in the termination message
         print(*problems, sep="\n", file=sys.stderr)
     termination = Termination(
         failure_class=FailureClass.CONFIG_ERROR,

@@ -1,7 +1,7 @@
 """Count the kills of the kernel's out-of-memory killer in this process's control group.
 
-The supervisor compares the count before and after a rank died of SIGKILL; no other information
-distinguishes an out-of-memory kill from another one.
+The supervisor compares the counts before and after a rank died of SIGKILL, because no other
+information distinguishes an out-of-memory kill from another kill.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Distribute the address of rank 0's node page to all ranks after the rendezvous.
 
 Called by `worker` in each rank, with the world open. The port may differ from the configured one,
-and the secret that admits a node to that page must stay within the job, so the ranks' own
-collectives carry both.
+and the secret with which a node may use that page must stay within the job. Both are therefore sent
+with a collective of the ranks.
 """
 
 from pathlib import Path

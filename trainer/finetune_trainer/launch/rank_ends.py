@@ -1,6 +1,6 @@
 """Supervise the ranks of a node until all have ended, and record how each one ended.
 
-`supervisor` passes in the processes that it started. This module decides which rank is ended when;
+`supervisor` passes in the processes that it started. This module decides when a rank is ended;
 `termination_message` interprets the result.
 """
 

@@ -1,4 +1,4 @@
-"""Exchange between a supervisor and its ranks: environment variables and reports.
+"""Environment variables and reports that a supervisor and its ranks exchange.
 
 Used only by `supervisor` and `worker`; other launchers set none of these variables.
 """
@@ -15,7 +15,7 @@ DEFAULT_ENTRY = "finetune_trainer.rank:run"  # does a rank's work
 
 
 class RankReport(ContractModel):
-    """End of one rank.
+    """Report of how a rank ended.
 
     `is_collateral` is true if the rank failed only because it lost its peers.
     """

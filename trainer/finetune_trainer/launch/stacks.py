@@ -1,8 +1,8 @@
 """Locate the stack files of a node's ranks, and detect stacks written by the timer in C.
 
 A rank that holds the interpreter lock for too long is ended by a timer of `faulthandler`, which
-leaves no report and exits with 1: only this file distinguishes that from other errors. `worker`
-lets the watchdog write there; `supervisor` reads it.
+leaves no report and exits with 1. Only the stack file distinguishes that from other errors. The
+watchdog in `worker` writes it, and `supervisor` reads it.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def stacks_path(run_dir: str, rank: int) -> Path:
 
 
 class TimerTraces:
-    """Output of the ranks' timers from now on; earlier starts wrote to the same files."""
+    """Detects stacks that timers write from now on; earlier starts wrote to the same files."""
 
     def __init__(self, run_dir: str, ranks: Iterable[int]) -> None:
         paths = {rank: stacks_path(run_dir, rank) for rank in ranks}

@@ -1,4 +1,4 @@
-"""Start the ranks of this node with their places and the address of the rendezvous.
+"""Start the ranks of this node with their rank numbers and the address of the rendezvous.
 
 Called by `supervisor` once per start and restart. It does not wait for a rank and imports no torch.
 """
@@ -67,8 +67,9 @@ def start_ranks(
     Their stderr is a pipe that the caller must read.
 
     Node 0 binds the port of the store here and passes the socket to rank 0: no other program can
-    take the port in between, and ranks that are faster than rank 0 queue instead of being refused.
-    `arguments` are passed to the Python interpreter; `restart` counts the earlier starts.
+    take the port meanwhile, and connections of ranks that are faster than rank 0 wait instead of
+    being refused. `arguments` are passed to the Python interpreter; `restart` counts the earlier
+    starts.
 
     Raises:
         TrainerError: The port of the store is taken.

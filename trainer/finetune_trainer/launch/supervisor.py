@@ -117,7 +117,7 @@ class Supervisor:
         started = time.time() if restart else psutil.Process().create_time()
         environ = {
             **self._environ,
-            # torch and the BLAS libraries read it when they are loaded.
+            # torch and the BLAS libraries read this variable when they are loaded.
             "OMP_NUM_THREADS": str(config.world.threads_per_process),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONSAFEPATH": "1",  # for processes that torch and the ranks start
@@ -146,7 +146,9 @@ def _may_restart(termination: Termination) -> bool:
 
 
 def write_termination_message(termination: Termination, default_path: str | None) -> None:
-    """Print the message to stderr and write all to `default_path` or the environment's file.
+    """Print the message to stderr and write the termination to a file.
+
+    The environment names the file; otherwise it is `default_path`.
 
     A file that cannot be written does not change how the attempt ended.
     """

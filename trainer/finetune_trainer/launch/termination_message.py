@@ -1,7 +1,7 @@
 """Combine the reports of a node's ranks into the one `Termination` of an attempt.
 
-Each rank leaves a `RankReport`; the supervisor adds which ranks were killed and why, and
-`choose_termination` decides.
+Each rank leaves a `RankReport`. The supervisor adds which ranks were killed and why. From these
+`choose_termination` derives the termination.
 """
 
 import signal
@@ -42,7 +42,7 @@ class RankExit:
     """End of one rank's process as seen by its supervisor.
 
     Attributes:
-        code: As in `Popen.returncode`: negative for a signal.
+        code: Exit code; negative for a signal, as in `Popen.returncode`.
         time: When it was noticed, in seconds since the epoch.
         ended_by: Why the supervisor sent SIGKILL, if it did.
         report: The rank's report; None if it left none.
@@ -72,15 +72,16 @@ def choose_termination(
 ) -> Termination:
     """Choose the termination of the attempt.
 
-    A failed rank takes precedence over a preempted one, and that over a finished one; a rank that
-    was ended only because another failed is ignored. Among failed ranks, the root cause is one with
-    a classified error or a kill rather than an unclassified error, which may be a consequence; then
-    the earliest.
+    A failed rank takes precedence over a preempted rank, and a preempted rank over a finished rank.
+    A rank that was ended only because another failed is ignored. Among failed ranks, a rank with a
+    classified error or a kill is the root cause rather than a rank with an unclassified error,
+    which may be a consequence. Among equal ranks the earliest is the root cause.
 
     Args:
         exits: One per rank of this node.
         stop_reason: Name of the signal that asked the supervisor to stop, if any.
-        is_out_of_memory: Whether the kernel's out-of-memory killer struck here meanwhile.
+        is_out_of_memory: Whether the kernel's out-of-memory killer was active on this node
+            meanwhile.
     """
     faults = [(e, fault) for e in exits if (fault := _fault(e, is_out_of_memory)) is not None]
     if faults:
@@ -130,7 +131,7 @@ def message_text(termination: Termination) -> str:
 
 
 def with_published(termination: Termination, run_dir: Path, attempt: int) -> Termination:
-    """Add the progress that rank 0 published, if missing as in the message of a killed rank."""
+    """Add the progress that rank 0 published, if the termination lacks it, as after a kill."""
     if termination.progress is not None:
         return termination
     try:
@@ -204,7 +205,7 @@ def _killed(exit_: RankExit, is_out_of_memory: bool) -> Termination:
 
 
 def _lost_peers(exits: Sequence[RankExit]) -> Termination:
-    """Report that the root cause is on another node: no rank here failed, yet not all finished."""
+    """Report that the root cause is on another node: no rank here failed, but not all finished."""
     first = min(exits, key=lambda e: (e.time, e.rank))
     if first.report is not None:
         return first.report.termination

@@ -51,8 +51,8 @@ from finetune_trainer.watchdog import limit_of, watch_progress
 from finetune_trainer.with_parent import end_with_parent
 from finetune_trainer.world import World, open_world
 
-# Time for all ranks to leave at their next step boundary after they were overtaken; then rank 0
-# leaves alone, which ends the others. Together with the time between two checks it is below 10 s.
+# Time for all ranks to leave at their next step boundary after they were overtaken. After it rank 0
+# leaves alone, which ends the others. With the time between two checks the sum is below 10 s.
 _SECONDS_TO_LEAVE_TOGETHER = 3.0
 _closing = threading.Lock()
 
@@ -79,7 +79,7 @@ def run_rank(
 ) -> RankReport:
     """Do the work of the rank that the environment names, and return its report.
 
-    If the rank hangs or is overtaken, the process ends here after `report_end` has got the report.
+    If the rank hangs or is overtaken, the process ends here after `report_end` was called.
     """
     os.environ.update(cuda_environment(config, environ))
     hide_unused(config)
@@ -87,7 +87,7 @@ def run_rank(
 
 
 class _Rank:
-    """Rank of this process and its outlets, which are opened during its start."""
+    """The rank of this process, with the telemetry and claims that its start opens."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Rank:
         page = self._node_page(launch)
         shared = Shared(page, launch.rank)
         witness = shared.witness()
-        if launch.launcher == ACCELERATE:  # it dies of SIGTERM without forwarding it
+        if launch.launcher == ACCELERATE:  # accelerate dies of SIGTERM without forwarding it
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None
         if launch.rank == 0:  # other ranks wait for it in the rendezvous
@@ -177,7 +177,8 @@ class _Rank:
         return self._telemetry
 
     def _end_before_training(self) -> None:
-        # Immediately: imports take seconds, and an exception in C++ code would abort the process.
+        # The process leaves immediately, because imports take seconds, and an exception in C++ code
+        # would abort it.
         self._end(preempted_before_training(self._stop.reason))
 
     def _end_hung(self, termination: Termination) -> None:
@@ -257,8 +258,8 @@ def _open_telemetry(
 def _close(telemetry: Telemetry, termination: Termination) -> Termination:
     """Write the end to the outlets, and add their state to the termination message.
 
-    The first end wins: hanging ranks leave one by one, so the watchdog may find that a rank hangs
-    just as its work finds that the others are gone.
+    Only the first call counts: hanging ranks leave one by one, so the watchdog may report a hang at
+    the moment when the work of the rank detects that others are gone.
     """
     with _closing:
         if termination.failure_class is FailureClass.OVERTAKEN:

@@ -1,8 +1,8 @@
 """Refuse a model that does not fit before its weights are loaded, and suggest a change that fits.
 
-Called by `rank`, on GPUs. The capacity is a parameter, so this module runs without a GPU. The
-formula refuses only configurations that it knows to be too large. ZeRO, whose engine has buffers
-of its own, and models with layers of an unknown kind are not checked.
+Called by `rank`, on GPUs. The capacity is a parameter, so this module runs without a GPU. A
+configuration is refused only if the formula shows that it is too large. ZeRO, whose engine has its
+own buffers, and models with layers of an unknown kind are not checked.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ class _Shapes:
 
 
 def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield changes that save memory, cheapest first: speed, then numerics, then the method."""
+    """Yield changes that save memory: first of speed, then of numerics, then of the method."""
     strategy, training = config.strategy, config.training
     if not training.fused_head:
         yield "spec.training.fusedHead true", _with(config, "training", fused_head=True)

@@ -1,4 +1,4 @@
-"""Check that pinned host memory is available before it is allocated: it cannot be swapped out.
+"""Check that pinned host memory is available before it is allocated, because it cannot be swapped.
 
 The checkpoint store checks its staging copies, and FSDP its offloaded parameters. The kernel kills
 a container at its cgroup's limit without a message, long before the node runs out of memory.

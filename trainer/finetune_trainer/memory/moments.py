@@ -2,7 +2,7 @@
 
 from finetune_trainer.memory.shape import Weight
 
-# Block lengths of 8-bit moments; `strategies.blockwise` has the same.
+# Block lengths of 8-bit moments, as in `strategies.blockwise`.
 _LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
 
 

@@ -2,8 +2,8 @@
 
 Only a few moments of a step can be the peak: the head, its gradient, the backward pass of the last
 and of the first layer, the embedding's gradient, and the optimizer; under FSDP also the gathering
-of embedding and head. The live tensors follow from what autograd saves (derived below, product by
-product), from sharding and recomputation. `test_memory_peak.py` compares with a trace.
+of embedding and head. The live tensors follow from the tensors that autograd saves, from sharding,
+and from recomputation. `test_memory_peak.py` compares with a trace.
 """
 
 from collections.abc import Mapping
@@ -147,7 +147,7 @@ class _Step:
     # ---- moments
 
     def at_gathering(self, weights: tuple[Weight, ...], activations: int) -> dict[str, int]:
-        """FSDP gathers into a buffer and copies from it; the previous layer's buffer remains."""
+        """Return the parts while FSDP copies from its buffer; the previous buffer remains."""
         return {
             **self.static(),
             **self.earlier_gradients(),
@@ -166,7 +166,7 @@ class _Step:
         }
 
     def at_head_gradient(self) -> dict[str, int]:
-        """FSDP reduce-scatters the head's gradient before the last layer's backward."""
+        """Return the parts while FSDP reduces the head's gradient, before any layer's backward."""
         whole = _trained(self.shape.head) * (self.item_size + self.sum_size)
         return {
             **self.static(),
@@ -225,7 +225,7 @@ class _Step:
 
     def at_optimizer(self) -> dict[str, int]:
         parts = {**self.static(), "gradients": self.gradients()}
-        if self.optimizer == "adamw8bit":  # uncompiled; one kernel needs less
+        if self.optimizer == "adamw8bit":  # an uncompiled update; a compiled one needs less
             largest = max(-(-w.count // self.shards) for w in self.shape.weights if w.is_trained)
             parts["moments"] += UPDATE_BYTES * min(largest, ELEMENTS_PER_PASS)
         return parts

@@ -1,8 +1,8 @@
 """Attend within documents, without a mask quadratic in the length of a pack.
 
-`loss` passes the bounds of the documents to the model in place of a mask: transformers passes a
+`loss` passes the bounds of the documents to the model in place of a mask. transformers passes a
 four-dimensional mask unchanged to each layer, and a layer with another kind of attention rejects an
-integer mask. Preparation for the whole batch happens once in `loss`, not in each layer.
+integer mask. The bounds are prepared once per batch in `loss`, not in each layer.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def dynamic_dimensions(mask: Tensor) -> tuple[int, ...]:
 
 
 def fault(base: Any, *, on_gpu: bool, compiles: bool) -> str | None:
-    """Return why this attention may be wrong for a model, if it may; the dtype is not checked.
+    """Return why this attention may be wrong for a model; None if no reason is found.
 
     Such a model may use its own attention with its own mask, which is slower. `isolation` measures
     whether that mask separates documents.

@@ -1,7 +1,7 @@
 """Compile decoder layers one by one; layers of the same kind share a graph.
 
 Called by `parallelize`. If compilation is only the default, a model that cannot be compiled is
-trained without it, with one warning. If a manifest asks for it, the model is refused.
+trained without it, with one warning. If a manifest requests compilation, the model is refused.
 """
 
 import shutil
@@ -18,8 +18,9 @@ from finetune_trainer.model.attention import dynamic_dimensions
 from finetune_trainer.model.compiler import compile_backward_at_once, reason_of
 from finetune_trainer.model.layers import decoder_layers
 
-# Graphs of a layer's code, which all layers share: two kinds of layers, first layer (input without
-# gradient) or later, with and without gradients, lengths of evaluation. Torch's own limit is 8.
+# Maximum number of graphs of a layer's code, which all layers share. Graphs differ for two kinds of
+# layers, for the first layer (its input has no gradient), without gradients, and for lengths in
+# evaluation. Torch's own limit is 8.
 _MOST_GRAPHS = 64
 
 

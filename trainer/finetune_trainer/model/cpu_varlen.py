@@ -1,4 +1,4 @@
-"""Register CPU kernels for torch's variable-length attention, which has none.
+"""Register CPU kernels for torch's variable-length attention, which lacks them.
 
 Called by `compile` if layers are compiled for a CPU: the compiler then sees the same operator as on
 a GPU, and its graphs depend neither on the number of documents nor on their lengths. Without

@@ -17,7 +17,7 @@ from finetune_trainer.model.load import load_settings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Families that need more than token ids, or do not predict the next token.
+# Families that need other inputs besides token ids, or do not predict the next token.
 _NOT_TEXT_ALONE = {
     "blt": "reads bytes, cut into patches by a second model",
     "cpmant": "attends to all of its input at once",

@@ -1,6 +1,6 @@
 """Attend with torch's flex attention: causal, within documents and a window, with capped scores.
 
-The kernel for models that the kernel of `attention` does not support, such as Gemma 2. A block mask
+It is used for models that the kernel of `attention` does not support, such as Gemma 2. A block mask
 selects the blocks of scores to compute. It is built from document numbers by a few operations on
 tiny tensors, never quadratic in the length of a pack, and without a host-device synchronisation.
 """

@@ -1,7 +1,7 @@
 """Fuse head and cross-entropy, so the logits of all positions never exist at the same time.
 
-Called by `loss`. The function runs in the head's own `forward`, where FSDP2 and ZeRO-3 have
-gathered its weight and reduce its gradient; anywhere else the gradients would silently be wrong.
+Called by `loss`. The function runs in the head's own `forward`, where FSDP2 and ZeRO-3 gather its
+weight and reduce its gradient. Anywhere else the gradients would silently be wrong.
 """
 
 import copy
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# Bytes of the logits of one chunk; other temporaries take at most as much again. A product of few
-# rows would leave a GPU idle: these are 1,046 rows of 128,256 logits.
+# Bytes of the logits of one chunk; other temporary tensors take at most the same. A chunk has 1,046
+# rows of 128,256 logits, because products of few rows would not occupy a GPU.
 _CHUNK_BYTES = 2**29
 _CHUNK_BYTES_ON_CPU = 2**25
 _OTHER_BYTES_PER_ROW = 64  # target, maximum, sum and loss of a row

@@ -1,9 +1,9 @@
 """Measure which tokens a prediction depends on, with the model as it will be trained.
 
 Called by `rank` on every rank once a strategy has wrapped the model: two passes without gradients
-over a few dozen tokens. Only the result is measured, so every cause of leaks between documents
-shows here: a mask built without positions, a state, a cache that a wrapper turned on. The passes
-run uncompiled and without float8, whose rounding alone exceeds the limits.
+over a few dozen tokens. Only the result is measured, so every cause of leaks between documents is
+detected, such as a mask built without positions, a state, or a cache that a wrapper enabled. The
+passes run uncompiled and without float8, whose rounding alone exceeds the limits.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ Evaluate = Callable[[dict[str, Tensor]], Tensor]
 """A forward pass without gradients: `Strategy.evaluate`."""
 
 Row = tuple[list[int], ...]
-"""Documents, as positions in a list of tokens; the last document is measured."""
+"""Documents of a row, each a list of positions in a list of tokens; the last document is measured.
+"""
 
 _NEIGHBOURS, _OTHERS, _LAST = ([0, 1, 2], [3, 4]), ([1, 2, 3, 4], [5]), [5, 6, 7, 8]
 _OTHER_START, _OTHER_END = [_LAST[0] + 1, *_LAST[1:]], [*_LAST[:-1], _LAST[-1] + 1]

@@ -18,7 +18,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import attention, flex
 
 _FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton need
-_NARROWEST_FLEX = 16  # head that Triton multiplies (torch 2.13, inductor/kernel/flex)
+_NARROWEST_FLEX = 16  # head width that Triton multiplies (torch 2.13, inductor/kernel/flex)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Load tokenizer and base model with transformers, never with remote code.
 
-Called by `rank`. Independent of strategies: returns an unwrapped model on the CPU or GPU.
+`rank` calls it. It does not depend on the strategy, and returns an unwrapped model on the CPU or
+GPU.
 """
 
 import json
@@ -244,7 +245,7 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -
 
 
 def _add_rows(model: "PreTrainedModel", tokens: list[int]) -> None:
-    """Set the rows of new tokens in embedding and head to the mean of the others, on every rank.
+    """Set the rows of new tokens in embedding and head to the mean of the other rows.
 
     A model whose vocabulary is padded already has room for them.
     """

@@ -1,4 +1,4 @@
-"""Check the length of rows against the positions of a model; a position table has an end.
+"""Check that rows are not longer than a model's table of positions.
 
 Called by `rank` once the model is loaded. Rotary and relative positions have no end. Beyond the end
 of a table a CPU raises an IndexError without context, and a GPU aborts the process.

@@ -51,7 +51,8 @@ def recompute(base: Any, how: str) -> None:
             keep_product(part)
         widest_adapter = _widest_adapter(layers) if frozen else 0
         options["context_fn"] = partial(_passes, widest_adapter)
-    # The second is the name in transformers 5.17; the first calls a model's own method, if any.
+    # The second is the name in transformers 5.17. The first calls the model's own method, if it has
+    # one.
     enable = getattr(base, "activation_checkpointing_enable", None)
     (enable or base.gradient_checkpointing_enable)(options)
 
@@ -59,7 +60,8 @@ def recompute(base: Any, how: str) -> None:
 def _passes(widest_adapter: int) -> tuple[Any, Any]:
     """Return the contexts of a layer's two passes.
 
-    In a graph a dispatch mode marks the stored results once; uncompiled it would run in each pass.
+    For a compiled layer a dispatch mode marks the stored results once, when the graph is traced.
+    Uncompiled it would run in each pass.
     """
     if not torch.compiler.is_compiling():
         return two_passes()

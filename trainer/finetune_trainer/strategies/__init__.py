@@ -1,4 +1,4 @@
-"""Distribute one model over the ranks; each engine is imported by one module here alone."""
+"""Distribute one model over the ranks; only one module here imports each engine."""
 
 from collections.abc import Mapping
 

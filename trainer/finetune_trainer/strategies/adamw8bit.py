@@ -1,8 +1,8 @@
 """AdamW (arXiv:1711.05101) for bf16 parameters with 8-bit moments: 4 bytes per parameter.
 
-Called by `optimizer`, for full fine-tuning. One pass reads gradient, parameter and moments of a few
-million elements at a time, computes in fp32 and writes them back, so no full fp32 copy exists. If
-a gradient is not finite, the step writes the old values back, without a host sync.
+Called by `optimizer`, for full fine-tuning. A pass reads gradients, parameters and moments of a few
+million elements, computes in fp32 and writes them back, so a full fp32 copy never exists. If a
+gradient is not finite, the step writes the old values back, without a host sync.
 """
 
 import warnings
@@ -69,8 +69,8 @@ class AdamW8bit:
             decays: Trained parameters and their weight decay.
             names: Names of the parameters, the same in every attempt.
             seed: Seed of the stochastic rounding.
-            compiled: Compile the pass into one kernel on a GPU; otherwise every operation is a pass
-                of its own through the GPU's memory.
+            compiled: Whether the pass is compiled into one kernel on a GPU; otherwise every
+                operation reads and writes the GPU's memory.
             warn: Receives one message if compilation fails.
         """
         self._decays = decays
@@ -142,7 +142,8 @@ def update(
     new = new - scalars.learning_rate * (mean / (1 - beta1**count)) / spread
     _write(first, mean, scalars.is_finite)
     _write(second, square, scalars.is_finite)
-    # The key counts completed updates: a resume rounds alike, and a skipped step has no effect.
+    # The key counts completed updates, so that a resumed run rounds alike and a skipped step has no
+    # effect.
     key = scalars.key ^ scalars.step.to(torch.int32)
     weights.copy_(torch.where(scalars.is_finite, rounded(new, key, rows), weights))
 

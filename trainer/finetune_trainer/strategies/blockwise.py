@@ -1,7 +1,8 @@
 """Quantise tensors to 8 bits, with one scale per block (arXiv:2110.02861).
 
-Called by `adamw8bit`, for the moments. A code stands for a share of the block's largest value, in a
-map that is fine near 0 (arXiv:1511.04561): seven decades, larger ones with more steps.
+Called by `adamw8bit`, for the moments. A code stands for a share of the block's largest value. The
+map of codes is fine near 0 (arXiv:1511.04561): it has seven decades, of which larger ones have more
+steps.
 """
 
 from typing import NamedTuple, Self
@@ -20,8 +21,8 @@ _DECADES = 7
 def block_length(shape: torch.Size) -> int | None:
     """Return the block length of a tensor; None if 8 bits would save no memory.
 
-    The length divides the number of elements per index of the first dimension. So each block is
-    entirely on one rank, however the first dimension is sharded.
+    The length divides the number of elements per index of the first dimension. Each block is
+    therefore on one rank, however the first dimension is sharded.
     """
     if len(shape) < 2:
         return None

@@ -77,7 +77,7 @@ def choose_groups(module: CausalLoss) -> Groups:
 
 
 def set_prefetch(groups: Sequence[FSDPModule], count: int) -> None:
-    """Prefetch the weights of `count` groups ahead; 0 keeps torch's implicit prefetch.
+    """Prefetch the weights of `count` groups; 0 leaves it to torch's implicit prefetch.
 
     By default torch gathers the next group when the host reaches it, which on a GPU is early enough
     only while the host is ahead. Each prefetched group costs the memory of its gathered weights.

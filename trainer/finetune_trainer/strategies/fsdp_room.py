@@ -44,7 +44,8 @@ def choose_unsharded(
 ) -> Unsharded:
     """Return the configured choices; unset ones depend on the free memory.
 
-    Weights have priority: for the same savings of traffic they need half the memory of gradients.
+    Weights have priority, because for the same reduction of traffic they need half the memory of
+    gradients.
 
     Args:
         config: `reshard_after_forward` and `reduce_each_micro_batch` may be None.

@@ -153,7 +153,7 @@ class NativeStrategy:
         self._optimizer.scaled(loss_sum * scale).backward()
 
     def step(self, learning_rate: float, max_norm: float) -> Tensor:
-        """Clip and update; if one rank's gradients are not finite, the norm is not either."""
+        """Clip and update; if a rank's gradients are not finite, the norm is not finite, either."""
         return self._optimizer.step(learning_rate, max_norm)
 
     def state(self) -> dict[str, Any]:

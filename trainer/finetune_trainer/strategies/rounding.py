@@ -26,7 +26,7 @@ def key_of(seed: int, name: str) -> int:
 
 
 def rounded(values: Tensor, key: Tensor, rows: Tensor) -> Tensor:
-    """Round values (N, B) stochastically to bf16: to each neighbour in proportion to its nearness.
+    """Round values (N, B) to a neighbour in bf16; the nearer neighbour is more likely.
 
     Args:
         values: fp32 values, at least one.

@@ -46,7 +46,7 @@ class ZeroStrategy:
         self._skeleton: nn.Module | None = None
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Have DeepSpeed shard the module, and verify the result against the configuration.
+        """Let DeepSpeed shard the module, and verify the result against the configuration.
 
         Every rank has loaded the whole model; stage 3 frees the other shards only now.
 
@@ -185,7 +185,7 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
             "loss_scale_window": 2000,
             "hysteresis": 1,
         },
-        # Sums of many small values: over micro-batches, and over ranks.
+        # Dtype of sums of many small values, over micro-batches and over ranks.
         **({"data_types": {"grad_accum_dtype": "fp32"}} if is_low_precision else {}),
         "communication_data_type": "fp32",
         "timers": {"throughput": {"enabled": False}},  # it would sync at each step

@@ -147,7 +147,8 @@ def _set(parameter: nn.Parameter, whole: Tensor, key: str | None = None) -> None
         else:
             utils.safe_set_full_optimizer_state(parameter, whole, key)
         return
-    # Not the setter of whole tensors: it fails if ranks do not divide the number of elements.
+    # DeepSpeed's setter of whole tensors fails if the number of ranks does not divide the number of
+    # elements.
     share = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     flat = whole.flatten()[share * torch.distributed.get_rank() :][:share]
     local = nn.functional.pad(flat, (0, share - flat.numel()))

@@ -1,7 +1,7 @@
 """Reporting during a run: progress, logs, metrics, TensorBoard.
 
-The loop uses one `Telemetry`; the other modules are its outlets and do not know the loop.
-`node` runs in a separate process and serves the page of a node. No module here imports torch.
+The loop reports to one `Telemetry`, which writes to the other modules. They do not depend on the
+loop. `node` runs in a separate process and serves the page of a node. No module here imports torch.
 """
 
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts

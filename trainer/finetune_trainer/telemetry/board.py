@@ -14,7 +14,7 @@ Values = dict[str, float | None]
 
 
 class Board:
-    """Draws all evaluations; of the steps, the first hundred, then one per second, and the newest.
+    """Draws all evaluations and some steps: the first hundred, one per second, and the newest.
 
     Drawing a point takes longer than the rest of a step's report, and a screen has only some
     thousand columns.

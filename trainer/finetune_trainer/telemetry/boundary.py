@@ -40,7 +40,7 @@ class Boundary(ContractModel):
         waiting_seconds: Time in collectives without other work.
         data_seconds: Time waiting for data.
         checkpoint_seconds: Time in saves that block a step.
-        apart_seconds: Time in work that belongs to no step, such as evaluation.
+        apart_seconds: Time in work outside of steps, such as evaluation.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -60,7 +60,7 @@ class StepBoundaries:
         self._steps = self._numbers[Word.BOUNDARIES_WRITTEN]
 
     def mark(self, exposed_seconds: float | None) -> None:
-        """Record that a step has just ended; also counts as a sign of life.
+        """Record that a step has just ended; also counts as a report of the rank.
 
         Args:
             exposed_seconds: Time that the rank has only waited in collectives since its start; None

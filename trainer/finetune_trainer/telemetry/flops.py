@@ -1,17 +1,17 @@
 """Model FLOPs of training, and the peak FLOPs of devices.
 
 Model FLOPs are the FLOPs that the method needs (arXiv:2204.02311, appendix B): padding and
-recomputed activations are not counted, a head that is evaluated at label tokens only counts for
-these, and a token attends within its own document even if several share a row. For each token, a
-product with n weights takes
+recomputed activations are not counted, a head counts only for label tokens if it is evaluated only
+there, and a token attends only within its own document, even if several documents share a row. For
+each token, a product with n weights takes
 
     2 n   forward
     2 n   backward, for the gradient of its input
     2 n   backward, for the gradient of the weights, if they are trained
 
-so frozen weights take 4 n, trained weights 6 n, and adapters 6 n of their own. Attention of one
-layer takes 12 T H Q T for a document of T tokens, with H heads of Q numbers each; with a sliding
-window the last T is the window's size.
+so frozen weights take 4 n, trained weights 6 n, and adapters 6 n for their own n. Attention of one
+layer takes 12 T * H * Q * W for a document of T tokens, with H heads of Q numbers each, where W is
+T or the size of the sliding window.
 """
 
 import re

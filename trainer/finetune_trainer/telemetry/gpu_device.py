@@ -1,4 +1,4 @@
-"""Describe a rank's GPU for telemetry, without importing torch."""
+"""A rank's GPU as telemetry sees it; this module does not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

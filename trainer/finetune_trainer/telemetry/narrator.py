@@ -8,7 +8,7 @@ _SECONDS_BETWEEN_STEPS = 10.0
 
 
 class Narrator:
-    """Prints events; of the steps only the first, the last, and one every ten seconds."""
+    """Prints events and some steps: the first, the last, and one every ten seconds."""
 
     def __init__(self) -> None:
         self._step_printed_at = float("-inf")

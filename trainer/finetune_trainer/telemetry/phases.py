@@ -3,14 +3,14 @@
 The loop reports its current phase; the node's page adds the running phase up to the moment of a
 scrape. The phases of a rank therefore sum to its wall time at any moment, even while it is stuck.
 
-Six numbers in the block describe the running phase, its start, and the total of the previous
-phase. A switch writes them to the unused copy and then increments the switch counter, which makes
-the copy valid. A reader that sees the same counter before and after has not read half of a switch,
-and a rank that is stopped during a switch leaves the old numbers intact.
+Six numbers in the block describe the running phase, its start, and the total of the previous phase.
+A switch writes them to the unused copy and then increments the switch counter, which makes the copy
+valid. A reader that sees the same counter before and after has not read half of a switch, and a
+rank that is stopped during a switch leaves the old numbers intact.
 
-Some time turns out to belong to another phase only after it has passed: work of the device, waits
-of DDP. A counter cannot decrease. Instead, an over-credited phase repays: its next seconds go to
-the under-credited one.
+Some time is known to belong to another phase only after it has passed, such as work of the device
+and waits of DDP. Because a counter cannot decrease, a phase that was credited with too much time
+gives its next seconds to the phase that got too little.
 """
 
 import time
@@ -74,7 +74,7 @@ class PhaseClock:
     def enter(self, phase: TimedPhase) -> TimedPhase:
         """Enter `phase` and return the previous phase.
 
-        Runs several times per step and must be nearly free, hence the single function.
+        It runs several times per step and must be nearly free, so it is a single function.
         """
         now, before, first = self._clock(), self.phase, 0
         if self._device is not None:

@@ -116,7 +116,9 @@ class Telemetry:
         """Current state as one frozen value; complete on rank 0 only."""
         with self._lock:
             self._report_steps(self._clock())
-            if self._changes:  # the state after most steps is never read
+            if (
+                self._changes
+            ):  # computed on demand, because the state after most steps is never read
                 self._progress = self._progress.model_copy(update=self._changes)
                 self._changes = {}
             return self._progress
@@ -200,9 +202,9 @@ class Telemetry:
     def step(self, report: StepReport) -> None:
         """Report one finished optimizer step.
 
-        Fast steps are reported in batches, at most 0.5 s late: one at a time each would find cold
-        caches and take ten times as long. The numbers that ranks are compared by are written
-        immediately.
+        Fast steps are reported in batches, at most 0.5 s late, because a single report finds cold
+        processor caches and takes ten times as long. Numbers by which ranks are compared are
+        written immediately.
         """
         now = self._clock()
         self._boundaries.mark(self.collectives.stepped())
@@ -291,7 +293,7 @@ class Telemetry:
         self._numbers.checkpointed(checkpoint)
 
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
-        """Report the model's response to a sample prompt; both halves may come separately."""
+        """Report the model's response to a sample prompt before or after training, or both."""
         self.log("answered", prompt=prompt, before=before, after=after)
         samples = {sample.prompt: sample for sample in self.progress.samples}
         known = samples.get(prompt, SampleAnswer(prompt=prompt))

@@ -56,8 +56,8 @@ class Shared:
         self._folder = Path(page.folder) if page.folder is not None else None
         self.block = self._open()
         self._numbers = self.block.numbers
-        # Before the new PID, so that the page still attributes the block to the old process, whose
-        # running phase ends here.
+        # This is written before the new PID, so that the page still attributes the block to the old
+        # process, whose running phase ends here.
         self.phases = PhaseClock(self.block)
         self._numbers[Word.WITNESS_PID] = 0
         self._numbers[Word.PID] = os.getpid()

@@ -1,14 +1,14 @@
 """Keep the numbers of a rank in memory shared with its node's page: one block per rank.
 
-The rank writes; the page's process reads, regardless of the rank's activity. Neither waits for
-the other. A block is a small file, mapped by both:
+The rank writes; the page's process reads, regardless of the rank's activity. Neither waits for the
+other. A block is a small file, mapped by both:
 
     head                           16 bytes: a magic word, and a digest of the layout
     `Word`s                        8 bytes each, internal values that no series shows directly
     one number per series          8 bytes each; a histogram has one per bucket, and the sum
 
-Numbers are doubles in native byte order. Each is written by one assignment to a memoryview and
-is therefore read whole: `struct.pack_into` on a map was seen to write 0 first.
+Numbers are doubles in native byte order. Each is written by one assignment to a memoryview, so that
+a reader never sees a part of it. `struct.pack_into` on a map can write 0 first.
 """
 
 import math
@@ -31,7 +31,7 @@ from finetune_trainer.config.metrics import (
 _MAGIC = b"FTSLOTS1"
 _HEAD_BYTES = 16
 _NUMBER_BYTES = 8
-_SNAPSHOTS_TRIED = 100  # copying the phases takes a microsecond; a phase lasts longer
+_SNAPSHOTS_TRIED = 100  # copying the phases takes a microsecond, and a phase lasts longer
 
 
 class Word(IntEnum):
@@ -181,8 +181,8 @@ class Block:
     def open(cls, path: Path) -> "Block":
         """Open the block at `path` with its numbers, or create it.
 
-        A new block is written before it gets its name: a process that writes to a mapped hole that
-        the disk cannot fill is killed.
+        A new block is written before it gets its name, because a process is killed if it writes to
+        a hole in a mapped file that the disk cannot fill.
 
         Raises:
             OSError: The block cannot be created.

@@ -2,7 +2,7 @@
 
 from finetune_trainer.config import Phase
 
-# Requested work before the first step, which does not count as start-up.
+# Phases before the first step that a user has requested and that do not count as start-up.
 _NOT_START_UP = (Phase.EVALUATING, Phase.ANSWERING)
 
 

@@ -1,11 +1,12 @@
-"""Report of the loop after an optimizer step, and the averages derived from it."""
+"""The loop's report about an optimizer step, and averages derived from such reports."""
 
 from typing import NamedTuple, TypedDict
 
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.phases import PhaseClock
 
-# After ten steps an old step counts half: steady enough to read, quick enough to show a change.
+# Decay with which a step counts half after ten further steps: smooth enough to read, and quick to
+# show a change.
 _DECAY = 0.5 ** (1 / 10)
 
 

@@ -1,4 +1,4 @@
-"""Run `python -P -m finetune_trainer.launch.azureml NAME=PATH...`: signals first, then imports."""
+"""Run `python -P -m finetune_trainer.launch.azureml NAME=PATH...`; handle signals first."""
 
 import sys
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Per kind; with four values per step, both are below MLflow's limit of 1,000 per request.
+# Maximum per kind of point; with four values per step, the points of both kinds are below MLflow's
+# limit of 1,000 values per request.
 MAX_POINTS = 150
 _NAMES = {
     "step": {
@@ -44,7 +45,7 @@ class Thinned:
         self._count = 0
 
     def add(self, point: Point) -> None:
-        """Add a point; if there are too many, drop every second one, and of later ones likewise."""
+        """Add a point; if there are too many, drop every second point from now on."""
         self._newest = point
         if self._count % self._stride == 0:
             self._points.append(point)

@@ -48,9 +48,9 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
         termination, refusal = guard(
             lambda: _run(arguments, os.environ, entry, at_end), on_error=print_traceback
         )
-        if refusal is not None:  # otherwise written by the supervisor
+        if refusal is not None:  # otherwise the supervisor has written it
             write_termination_message(termination, None)
-        # A log is the only output of each node; a killed rank may have left half a line in it.
+        # The log is a node's only output, and a killed rank may have left an incomplete line in it.
         sys.stdout.buffer.write(f"\n{message_text(termination)}".encode())
         sys.stdout.flush()
     leave(termination.exit_code)
@@ -63,7 +63,8 @@ def _run(
     # Files that cannot be deleted disappear with the container.
     with TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as scratch:
         mounts = read_mounts([f"{SCRATCH}={scratch}", *arguments])
-        # Azure ML does not number the starts of a run, so every start resumes from its commits.
+        # Azure ML does not number the starts of a run, so every start resumes from the run's own
+        # checkpoints.
         config = resolve_mounts(_read_config(environ), mounts).continued()
         environ = environment_of_supervisor(environ, config.world.nnodes)
         path = Path(scratch) / "config.json"
@@ -76,7 +77,7 @@ def _run(
 def _reporting(
     config: TrainConfig, environ: Mapping[str, str], stop: StopSignal, at_end: ExitStack
 ) -> AbstractContextManager[None]:
-    """Return the reporter, as a context manager, on node 0 of a run of Azure ML."""
+    """Return the reporter, a context manager, on node 0 of an Azure ML run."""
     if environ.get(ENV_NODE_RANK, "0") != "0" or not is_run_of_azureml(environ):
         return nullcontext()
     reporter = Reporter(config, stop, lambda: MLflowRun(environ))

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.launch.azureml.curves import Point
 
-# Set by Azure ML and required by the plugin, which would open a browser without the token.
+# Variables that Azure ML sets and the plugin requires; without the token it would open a browser.
 _VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_RUN_ID")
-# Read by MLflow on import or at each request. With its defaults a request takes up to 17 minutes if
-# the service does not respond, and waits as long as a Retry-After requests.
+# Variables that MLflow reads on import or at each request. With MLflow's defaults a request takes
+# up to 17 minutes if the service does not respond, and obeys a Retry-After of any length.
 _SETTINGS = {
     "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -22,16 +22,16 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
 }
-# For the scope of the token. If it is not set, the plugin first queries management.azure.com for
+# Variable for the scope of the token. Without it, the plugin first queries management.azure.com for
 # all clouds.
 _CLOUD = {"AZUREML_CURRENT_CLOUD": "AzureCloud"}
-# Without a handler, their warnings get into the job's log, even after the termination message.
+# Loggers whose warnings would otherwise get into the job's log, even after the termination message.
 # Failures are raised, and `reporter` logs them.
 _LIBRARIES = ("azure", "azureml", "mlflow", "urllib3")
 
 
 class NotReportedError(TrainerError):
-    """The run cannot be reached from here at all; the message names what is missing."""
+    """The run cannot be reached from this process; the message names the missing part."""
 
 
 class RefusedError(TrainerError):
@@ -39,7 +39,7 @@ class RefusedError(TrainerError):
 
 
 def is_run_of_azureml(environ: Mapping[str, str]) -> bool:
-    """Whether this is a run started by Azure ML that can be reported to."""
+    """Whether Azure ML started this process, so that it can report to a run."""
     return "AZUREML_RUN_ID" in environ and "MLFLOW_TRACKING_URI" in environ
 
 
@@ -47,7 +47,7 @@ class MLflowRun:
     """The run to which this process belongs."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Import MLflow and set it up for this process, without a request.
+        """Import and configure MLflow; no request is sent.
 
         Raises:
             NotReportedError: The plugin is not installed, or Azure ML has not set its variables.

@@ -1,4 +1,4 @@
-"""Resolve `mount://NAME/REST` in a configuration: a location whose path only the node knows.
+"""Resolve `mount://NAME/REST` in a configuration, locations whose paths only the node knows.
 
 Azure ML chooses the paths of inputs and outputs and puts them into the command. `entry` reads them
 there and inserts them into the configuration before it is used. `mount://scratch` is not a mount:

@@ -42,5 +42,5 @@ def environment_of_supervisor(environ: Mapping[str, str], nnodes: int) -> dict[s
             ENV_RDZV_ENDPOINT: f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
         }
     own = without_launcher(environ)
-    own.pop(ENV_TRAIN_CONFIG, None)  # up to 128 KiB that no rank reads
+    own.pop(ENV_TRAIN_CONFIG, None)  # not read by ranks, and up to 128 KiB
     return own | place

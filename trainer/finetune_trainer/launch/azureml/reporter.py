@@ -1,6 +1,6 @@
 """Report the progress of the run to Azure ML, and receive stop requests from there.
 
-A thread in the main process of node 0, started by `entry`: it reads rank 0's files on the local
+`entry` starts it as a thread in the main process of node 0. It reads rank 0's files on the local
 disk, so no training process waits for it, shares an interpreter with it, or imports MLflow.
 """
 
@@ -58,7 +58,7 @@ class Reporter:
 
     As a context manager it surrounds the work of the ranks. The state at its end is reported last;
     `wait` waits for that. Data that cannot be sent waits for the next turn: curves are thinned out,
-    all other data is replaced by the newest state.
+    and all other data is replaced by its newest state.
     """
 
     def __init__(
@@ -203,6 +203,6 @@ class Reporter:
 
 
 def _cause(error: Exception) -> str:
-    """Return the end of the first line, because addresses come first and causes last."""
+    """Return the end of the first line; it begins with addresses and ends with the cause."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return text if len(text) <= _MAX_CAUSE else f"...{text[-_MAX_CAUSE:]}"

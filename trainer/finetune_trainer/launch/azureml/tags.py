@@ -10,7 +10,7 @@ def progress_text(progress: Progress, checkpoints: Path) -> str:
 
     Samples, data reports and the metrics address are left out, and so are the oldest warnings if
     they do not fit. Paths are relative to the folder `checkpoints`: only the operator knows the URI
-    that is mounted there.
+    of that mount.
     """
     bare = progress.model_copy(
         update={

@@ -61,7 +61,7 @@ class Collectives:
             self._tallies.publish_sampled()
 
     def begin(self) -> None:
-        """Start counting; until then, while the model is sharded, only sequence numbers count."""
+        """Start to count; before that, only sequence numbers are counted."""
         self.read()
         if self._recorder is not None:
             self._recorder.read()

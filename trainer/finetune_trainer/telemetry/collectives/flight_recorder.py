@@ -38,7 +38,7 @@ def recorder_of_nccl() -> Recorder:
         if of_torch is None:
             raise UnknownDumpError("this build of torch has no flight recorder for NCCL")
         try:
-            # The other arguments: include stack traces, only active entries.
+            # The other arguments are: include stack traces, only active entries.
             pickled: bytes = of_torch(with_ring, False, False)
         except (RuntimeError, TypeError) as error:
             raise UnknownDumpError(str(error)) from error

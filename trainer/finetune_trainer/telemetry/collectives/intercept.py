@@ -1,10 +1,10 @@
 """Observe gloo's collectives at the call: sizes, starts, ends and waits.
 
-Python calls are intercepted at the methods of `ProcessGroup` and `Work`; DDP's reducer, which
-calls and waits in C++, at the dispatcher. gloo's own recorder would add no cost, but it has no
-times and reports a reduce_scatter as an all_reduce. During a collective's call only its sequence
-number is counted; the rest happens in `read`, because code that is not in the processor's cache
-takes many times as long.
+Calls from Python are intercepted at the methods of `ProcessGroup` and `Work`. Calls of DDP's
+reducer, which calls and waits in C++, are intercepted at the dispatcher. gloo's own recorder would
+be free, but it records no times and reports a reduce_scatter as an all_reduce. During a
+collective's call only its sequence number is counted; the rest happens in `read`, because code that
+is not in the processor's cache takes many times as long.
 """
 
 import threading
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from finetune_trainer.telemetry.slots import Block
 
 _COMPUTED = frozenset((TimedPhase.FORWARD, TimedPhase.BACKWARD, TimedPhase.OPTIMIZER))
-"""Phases of a step whose waits count as `comm_exposed`; waits in other phases stay there."""
+"""Phases of a step in which waits count as `comm_exposed`; elsewhere a wait belongs to its phase.
+"""
 _MIN_SECONDS_TO_MOVE = 0.01
-"""Seconds to collect before they move to another phase; each move takes 20 µs."""
-_MAX_UNREAD = 1000  # an evaluation has any number of collectives and reports no step
+"""Waiting seconds are moved to another phase once they exceed this; each move takes 20 µs."""
+_MAX_UNREAD = 1000  # an evaluation may have many collectives and does not report steps
 
 
 class _Kind(NamedTuple):
@@ -43,9 +44,8 @@ class _Kind(NamedTuple):
 
 # Plain tuples: creating an object would cost a call within each collective.
 _InFlight = tuple["Work", _Kind, int, float, int, bool]
-"""A collective started from Python: work, kind, sequence number, start, bytes, is it synchronous?
-
-Starts are in seconds of `perf_counter`.
+"""A collective started from Python: work, kind, sequence number, start in seconds of
+`perf_counter`, bytes, whether it is synchronous.
 """
 _Finished = tuple[_Kind, int, float | None, float | None]
 """A collective that Python has waited for or abandoned: kind, bytes, seconds, exposed seconds."""
@@ -290,7 +290,7 @@ class Interception:
 
 
 def _below_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that the dispatcher skips autograd's kernels, and with them ours."""
+    """Wrap a call so that the dispatcher skips autograd's kernels, including our own."""
     import torch
 
     below = torch._C._AutoDispatchBelowAutograd

@@ -1,4 +1,4 @@
-"""Describe one finished collective, and derive size class and bus bandwidth factor from it.
+"""A finished collective, its size class and its bus bandwidth factor.
 
 Sizes follow nccl-tests: the whole tensor for all_reduce, broadcast and reduce; the shards of all
 ranks together for the others.

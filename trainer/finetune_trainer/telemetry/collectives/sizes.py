@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BARRIER = "barrier"  # has a sequence number but no size
 
 Size = Callable[..., int]
-"""Takes the number of ranks, then the arguments of the method."""
+"""Function that computes the size from the number of ranks and the arguments of the method."""
 
 
 def _all(tensors: "Iterable[Tensor]") -> int:

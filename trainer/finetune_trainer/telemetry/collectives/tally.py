@@ -1,7 +1,7 @@
 """Sum collectives in a rank's block; all observers of collectives count here.
 
-No locks are needed: one thread begins and ends the collectives of a group, and each group has its
-own numbers.
+No locks are needed, because one thread begins and ends the collectives of a group, and each group
+has its own numbers.
 """
 
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class Tally:
 
 
 class Tallies:
-    """All tallies of a rank and their completeness.
+    """All tallies of a rank, and how complete they are.
 
     Attributes:
         is_counting: Whether counting has begun.

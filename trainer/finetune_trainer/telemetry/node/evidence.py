@@ -1,7 +1,7 @@
-"""Collect what the ranks of a node do during a stall, before any of them is killed.
+"""Collect the stacks and collectives of a node's ranks during a stall, before any rank is killed.
 
-Each stall gets a folder in the run directory, with the stacks and the collectives of each rank.
-A thread collects them, because disks and ranks may not respond.
+They are stored in a folder per stall in the run directory. A thread collects them, because disks
+and ranks may not respond.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from finetune_trainer.telemetry.witness import STACKS_SIGNAL, recorder_socket, s
 
 MAX_STALLS = 3
 _SECONDS_FOR_STACKS = 10.0
-_SECONDS_OF_QUIET = 0.3  # without new output, stacks count as complete
+_SECONDS_OF_QUIET = 0.3  # without new output, after which stacks count as complete
 _POLL_SECONDS = 0.05
 _MAX_STACKS_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ class Evidence:
         self._thread: Thread | None = None
 
     def collect(self, stall: int) -> None:
-        """Start to collect for a stall that was not requested before; return at once."""
+        """Start to collect for a stall, once per stall; return at once."""
         is_busy = self._thread is not None and self._thread.is_alive()
         if stall <= self._stall or stall > MAX_STALLS or is_busy:
             return

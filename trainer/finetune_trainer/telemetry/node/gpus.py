@@ -1,4 +1,4 @@
-"""Show the GPUs of this node on its page: the readings of the `nvml` process, with a maximum age.
+"""Show the GPUs of this node on its page, by recent readings of the `nvml` process.
 
 This process makes no driver calls. If the driver does not respond, the page lacks the GPU metrics
 but is still served, and no code here waits for `nvml` to end.

@@ -1,4 +1,4 @@
-"""Read the shared state of this node's ranks afresh for each request."""
+"""Read the shared state of this node's ranks at each request."""
 
 import json
 import os

@@ -37,7 +37,7 @@ WATCH_FILE = "watch.json"
 RANK_ZERO_FILE = "rank-zero.json"
 _SECONDS_BETWEEN_POLLS = 1.0
 _SECONDS_BETWEEN_QUERIES = 10.0
-_NODES_A_SECOND = 50  # that rank 0's node can serve with little work
+_NODES_A_SECOND = 50  # requests that rank 0's node can serve with little work
 _ENQUEUED = tuple(
     layout_of_node().place(metrics.COMM_ENQUEUED, group)
     for group in metrics.GROUPS
@@ -94,7 +94,7 @@ class NodeWatch:
     ) -> None:
         """Prepare; `folder` is shared by the ranks and their page."""
         self._config, self._ranks, self._folder, self._clock = config, ranks, folder, clock
-        self._epoch = time.time() - clock()  # once, so that times do not jump
+        self._epoch = time.time() - clock()  # computed once, so that times do not jump
         self._judge = _judge(config)
         self._evidence = Evidence(ranks, folder, Path(config.run_dir), config.attempt)
         seconds = max(_SECONDS_BETWEEN_POLLS, config.num_nodes / _NODES_A_SECOND)
@@ -102,7 +102,7 @@ class NodeWatch:
         self._complained = ""
         self._quiet: dict[int, _Quiet] = {}
         self._writing: Thread | None = None
-        # None, not empty: an earlier attempt may have left a file.
+        # None rather than empty, because an earlier attempt may have left a file.
         self._written: tuple[Suspect, ...] | None = None
         self.desk: NewsDesk | None = None
         if ranks.has_rank_zero:

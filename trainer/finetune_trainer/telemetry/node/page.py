@@ -1,4 +1,4 @@
-"""Render the metrics of a node for Prometheus, exactly as the catalogue lists them."""
+"""Render the metrics page of a node, in the order of the catalogue."""
 
 import math
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Query the flight recorder of a rank, which a C++ thread serves on a socket.
 
-It responds even while the rank holds the interpreter lock, but not while it is stopped. See
-`witness`.
+The recorder responds even while a thread of the rank holds the interpreter lock, but not while the
+process is stopped. See `witness`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Handle the requests to a node's page, by path.
 
-The operator and Prometheus pull; pushes do not exist, so a training pod holds no token.
+The operator and Prometheus pull. A training pod does not push, so it does not need a token.
 """
 
 import json

@@ -93,4 +93,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _route  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: one line per scrape would bury the training log."""
+        """Do nothing: a line per scrape would hide the training log."""

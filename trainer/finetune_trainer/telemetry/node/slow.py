@@ -1,7 +1,7 @@
 """Find ranks slower than the others: busy time per step relative to the others' median. Pure.
 
-All ranks of a synchronous run finish the same steps, so a slow rank is busy for longer and the
-others wait for it in collectives. Busy time is a step's time without that wait.
+All ranks of a synchronous run finish the same steps, so a slow rank is busy for longer while the
+others wait for it in collectives. Busy time is a step's time without such waits.
 """
 
 from bisect import bisect_left
@@ -34,7 +34,7 @@ class SlowPace:
             same moment.
         windows: Number of consecutive slow windows before a rank is named.
         slow: Lowest score of a slow rank.
-        well: Highest mean score, over as many windows, of a rank that has recovered.
+        well: Highest mean score, over the same number of windows, of a rank that has recovered.
         min_share: Share of its wall time by which a slow rank is busy for longer than the others.
     """
 

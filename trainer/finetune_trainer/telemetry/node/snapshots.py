@@ -1,4 +1,4 @@
-"""Snapshot of a rank, as nodes send it to rank 0's node and the judge sees it."""
+"""Snapshots of a rank, which nodes send to rank 0's node for the judge."""
 
 from dataclasses import dataclass
 from typing import Annotated

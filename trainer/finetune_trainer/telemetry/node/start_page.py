@@ -1,7 +1,7 @@
 """Start and end the page of a node, for the node's supervisor or its first rank without one.
 
-The port is bound here, so that ranks know the page's address before its process is up, and no
-other program takes the port in between.
+The port is bound here, so that ranks know the page's address before the page's process is ready,
+and no other program takes the port meanwhile.
 """
 
 import os

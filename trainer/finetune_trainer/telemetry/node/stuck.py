@@ -1,7 +1,8 @@
 """Find the ranks that are missing from a collective in which the others wait. Pure.
 
 Ranks begin the same collectives in the same order, so the number of begun collectives measures a
-rank's progress. If no rank makes progress and some have begun fewer, the others wait for these.
+rank's progress. If no rank progresses and some have begun fewer collectives, the others wait for
+these ranks.
 """
 
 from collections.abc import Mapping
@@ -25,11 +26,11 @@ class StuckPace:
     """How long ranks may wait for a rank before it is named.
 
     Attributes:
-        seconds: Minimum.
-        steps: Minimum as a number of steps, if that takes longer.
+        seconds: Minimum time.
+        steps: Minimum number of steps' durations, if that is longer.
         long_seconds: Minimum if the rank saves, evaluates, or has not finished its first step, in
             which kernels may be compiled.
-        most_seconds: Maximum, because the run is ended then; None for no limit.
+        most_seconds: Maximum time, after which the run is ended; None for no limit.
     """
 
     seconds: float = 30.0
