@@ -89,7 +89,9 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise ConfigError(f"{name} is not set, but its companions are; set it for every rank")
+            raise ConfigError(
+                f"{name} is not set, but related variables are; set it for every rank"
+            )
         return default
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}, not a number; the launcher must set it")

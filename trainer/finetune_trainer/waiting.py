@@ -135,7 +135,7 @@ class _Pulses:
                 self._seen[rank] = pulse, now
             elif now - since > self._silent_seconds:
                 raise LostRankError(
-                    f"rank {rank} has given no sign of life for {now - since:.0f} s, and the "
+                    f"rank {rank} has not responded for {now - since:.0f} s, and the "
                     "others wait for it; see that rank's log and node"
                 )
 

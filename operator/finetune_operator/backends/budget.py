@@ -32,7 +32,7 @@ def pace(environ: Mapping[str, str], variable: str, usual: str) -> float:
     """
     text = environ.get(variable, usual)
     if (value := float(text)) <= 0:
-        raise ValueError(f"{variable} is {text}; set how many requests go in a second")
+        raise ValueError(f"{variable} is {text}; set the number of requests per second")
     return value
 
 

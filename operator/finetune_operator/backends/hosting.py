@@ -181,7 +181,9 @@ class HostedBackend:
         loop = self._loop = asyncio.get_running_loop()
         async with self._starting:
             if self._is_closed:
-                raise NotLeadingError(f"{self._title} is not called: this term has ended")
+                raise NotLeadingError(
+                    f"{self._title} is not called, because this leader term has ended"
+                )
             if not self._is_started and self._start_at <= loop.time():
                 self._fault = await self._try_to_start()
                 self._is_started = self._fault is None

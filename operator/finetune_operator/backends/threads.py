@@ -43,7 +43,7 @@ async def within(seconds: float | None, what: str, work: Callable[[], Awaitable[
         if not limit.expired():
             raise  # a timeout of `work` itself
         raise TransientError(
-            f"{what} took more than {seconds:g} s; see that what it asks can be reached"
+            f"{what} took more than {seconds:g} s; check that its service can be reached"
         ) from error
 
 
@@ -73,7 +73,9 @@ class BlockingCalls:
             TransientError: It took longer.
         """
         loop = asyncio.get_running_loop()
-        late = f"{self._owner}: all {self._threads} threads for {what} hang; waiting for one"
+        late = (
+            f"{self._owner}: all {self._threads} threads for {what} hang; waiting for a free thread"
+        )
         await within(seconds, late, self._free.acquire)
 
         def work() -> T:

@@ -60,7 +60,10 @@ def doctor(
         typer.Option("--namespace", "-n", help="For --cluster: the namespace for your jobs."),
     ] = None,
     azureml: Annotated[
-        bool, typer.Option("--azureml", help="Check what a profile names in Azure; only reads.")
+        bool,
+        typer.Option(
+            "--azureml", help="Check that the Azure resources in a profile exist; only reads."
+        ),
     ] = False,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="FineTuneProfiles for --azureml.")

@@ -38,7 +38,7 @@ def examine_azureml(file: Path | None, environ: Mapping[str, str]) -> list[Findi
         InvalidJobError: a profile cannot be used.
     """
     if file is None:
-        raise FineTuneError("--azureml checks what a profile names; add --profile FILE")
+        raise FineTuneError("--azureml checks the resources in a profile; add --profile FILE")
     profiles = [one for one in profiles_of(None, file).values() if one.spec.azureml is not None]
     if not profiles:
         raise FineTuneError(f"{file} has no FineTuneProfile with azureml; name another file")

@@ -87,7 +87,7 @@ class Store:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise StateError(
                     f"{file} holds no objects of an embedded API server ({error!r}); move it away "
-                    "to start with none"
+                    "to start without objects"
                 ) from error
 
     def get(self, kind: Kind, key: Key) -> Object | None:

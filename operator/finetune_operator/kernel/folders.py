@@ -247,12 +247,12 @@ class FolderBook:
         conflict = sentence(mine, theirs, f"the job {other}")
         if self._entries[other].is_gone:
             return (
-                f"{conflict}, which was deleted and still runs; this job continues once that "
-                "has ended"
+                f"{conflict}, whose attempt still runs after its deletion; this job continues once "
+                "that attempt has ended"
             )
         return (
-            f"{conflict}, and a folder belongs to its first job permanently, also after that is "
-            "deleted; use another folder, such as a path with {namespace} and {name} in it"
+            f"{conflict}, and a folder belongs to its first job permanently, even after that job "
+            "is deleted; use another folder, such as a path with {namespace} and {name} in it"
         )
 
 

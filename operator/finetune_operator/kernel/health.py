@@ -56,9 +56,9 @@ class Health:
         """Return a sentence for each stuck part; empty if the process is alive."""
         found = []
         if self.oldest_seconds > stuck_seconds:
-            found.append(f"a job has not moved for {self.oldest_seconds:.0f} s")
+            found.append(f"a job has not progressed for {self.oldest_seconds:.0f} s")
         found += [
-            f"the watch of {name} has not moved for {seconds:.0f} s"
+            f"the watch of {name} has not progressed for {seconds:.0f} s"
             for name, seconds in self.silent_seconds.items()
             if seconds > stuck_seconds
         ]

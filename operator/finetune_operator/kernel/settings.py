@@ -98,27 +98,28 @@ class Settings(BaseModel):
         None, description="Kubeconfig; by default $KUBECONFIG or the pod's service account."
     )
     namespaces: Namespaces = Field(
-        (), description="Namespaces served, by commas; empty serves all."
+        (), description="Namespaces to serve, separated by commas; empty means all."
     )
     backends: Words = Field(
         (),
-        description="Backends in addition to installed packages, as NAME=MODULE:CLASS, by commas.",
+        description="Further backends, as NAME=MODULE:CLASS, separated by commas.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
-        24, description="Jobs of one backend reconciled at once, and four of others."
+        24,
+        description="Jobs of a backend that are reconciled at once; four more for other backends.",
     )
     connections: Annotated[int, Field(ge=1, le=1024)] = Field(
-        48, description="Requests to the API server at once, besides the watches."
+        48, description="Concurrent requests to the API server, without watches."
     )
-    request_seconds: Seconds = Field(20.0, description="Longest time for one request.")
+    request_seconds: Seconds = Field(20.0, description="Timeout of a request.")
     resync_seconds: Seconds = Field(
         300.0,
-        description="Longest time between two full LISTs, which correct what a watch has lost.",
+        description="Longest time between two full lists, which correct caches after lost events.",
     )
     retry_seconds: Seconds = Field(0.25, description="Wait after the first failure of a job.")
     max_retry_seconds: Seconds = Field(30.0, description="Longest wait after a failure.")
     leader_election: bool = Field(
-        True, description="Wait for a Lease; false only if a single process can run."
+        True, description="Elect a leader by a Lease; false only if a single process can run."
     )
     lease_name: Annotated[str, AfterValidator(_as_object_name)] = Field(
         "finetune-operator", description="Lease that the leader holds."
@@ -127,10 +128,10 @@ class Settings(BaseModel):
         default_factory=_own_namespace, description="Namespace of the Lease; by default the pod's."
     )
     lease_seconds: Seconds = Field(
-        15.0, description="A Lease that was not renewed for this long is taken over."
+        15.0, description="Time without renewal after which a standby takes the Lease over."
     )
     renew_deadline_seconds: Seconds = Field(
-        10.0, description="A leader that could not renew for this long stops writing."
+        10.0, description="Time without renewal after which a leader stops writing."
     )
     renew_seconds: Seconds = Field(2.0, description="Time between two renewals.")
     identity: str = Field(
@@ -140,10 +141,10 @@ class Settings(BaseModel):
     pod_uid: str = Field("", description="Uid of the pod; empty posts no Events.")
     health_host: str = Field("0.0.0.0", description="Address of /healthz, /readyz and /metrics.")
     health_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
-        8080, description="Port of /healthz, /readyz and /metrics; 0 takes a free one."
+        8080, description="Port of /healthz, /readyz and /metrics; 0 chooses a free port."
     )
     stuck_seconds: Seconds = Field(
-        300.0, description="A job or watch that is stuck for this long makes /healthz fail."
+        300.0, description="Time after which a stuck job or watch makes /healthz fail."
     )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text or json.")
     log_level: Annotated[LogLevel, BeforeValidator(_in_capitals)] = Field(

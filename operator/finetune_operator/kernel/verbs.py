@@ -198,7 +198,7 @@ class Actions:
         if ref is None or seen is None or decision.action(Collect) is None:
             return status
         call = self._backends.of(view.job).collect(ref)
-        uris = await self._reported(view, seen, "what it exported cannot be collected", call)
+        uris = await self._reported(view, seen, "the exported artifacts cannot be collected", call)
         return status.model_copy(update={"artifacts": list(uris)[:_MAX_ARTIFACTS]})
 
     async def cancel(self, view: JobView, decision: Decision, seen: Observation | None) -> bool:

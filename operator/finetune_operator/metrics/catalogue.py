@@ -36,7 +36,7 @@ BUILD_INFO = Metric(
     "finetune_operator_build_info",
     MetricType.GAUGE,
     "replicas",
-    "Which version runs; always 1.",
+    "Version of the operator; always 1.",
     (Label("version"),),
 )
 API_REQUESTS = Metric(
@@ -72,7 +72,7 @@ QUEUE_OLDEST = Metric(
     "finetune_operator_queue_oldest_seconds",
     MetricType.GAUGE,
     "seconds",
-    "How long the oldest of them has not moved.",
+    "Time for which the oldest of these jobs has not progressed.",
     (),
 )
 BACKLOG = Metric(
@@ -86,7 +86,7 @@ JOB_INFO = Metric(
     "finetune_job_info",
     MetricType.GAUGE,
     "jobs",
-    "What a job is; always 1. gpus is of all its nodes.",
+    "Description of a job; always 1. gpus counts the GPUs of all its nodes.",
     (*OF_JOB, BACKEND, Label("strategy"), Label("model"), Label("gpus"), Label("queue")),
 )
 JOB_PHASE = Metric(
@@ -109,14 +109,14 @@ GPU_SECONDS = Metric(
     "finetune_job_gpu_seconds",
     MetricType.GAUGE,
     "seconds",
-    "The same times the GPUs of the nodes that ran.",
+    "This time multiplied by the GPUs of the nodes that ran.",
     (*OF_JOB, CATEGORY),
 )
 RESTARTS = Metric(
     "finetune_job_restarts_total",
     MetricType.COUNTER,
     "attempts",
-    "Attempts that were followed by another one, by why they ended.",
+    "Attempts that another attempt followed, by failure class.",
     (*OF_JOB, Label("reason", RESTARTED)),
 )
 LAST_RECOVERY = Metric(
@@ -189,14 +189,14 @@ ENDED_WALLCLOCK = Metric(
     "finetune_job_ended_wallclock_seconds_total",
     MetricType.COUNTER,
     "seconds",
-    "Where the time of jobs went, counted at the end of each.",
+    "Time of finished jobs by category.",
     (BACKEND, CATEGORY),
 )
 ENDED_GPU = Metric(
     "finetune_job_ended_gpu_seconds_total",
     MetricType.COUNTER,
     "seconds",
-    "The same times the GPUs of the nodes that ran.",
+    "This time multiplied by the GPUs of the nodes that ran.",
     (BACKEND, CATEGORY),
 )
 

@@ -298,7 +298,7 @@ def test_what_cannot_be_collected_is_told_and_the_job_is_complete_once_it_is() -
         world.backend.run(1).artifacts = ["file:///a"]
         world.backend.run(1).script[:] = [ended()]
         await world.look_for(60)
-        assert "what it exported cannot be collected" in world.condition("Stalled")["message"]
+        assert "the exported artifacts cannot be collected" in world.condition("Stalled")["message"]
         assert world.condition("Stalled")["status"] == "True"
         before = world.writes
         await world.look_for(60)

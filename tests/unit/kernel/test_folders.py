@@ -202,7 +202,7 @@ def test_what_runs_on_after_its_job_was_deleted_keeps_the_folder(is_told: bool) 
         world.api.remove(FINE_TUNE_JOBS, "first", "ns")  # as kubectl delete --cascade=orphan
         world.now += timedelta(seconds=30)  # only the words are others
         await world.look("first", "second")
-        assert "which was deleted and still runs" in world.rejection("second")
+        assert "whose attempt still runs after its deletion" in world.rejection("second")
         world.api.remove(CONFIG_MAPS, "first-1", "ns")
         await world.look("first")
         assert world.attempts == ["second-1"]

@@ -90,7 +90,7 @@ def test_a_kind_that_is_installed_after_the_operator_is_watched_soon() -> None:
         pytest.param(30, [], id="idle"),
         pytest.param(34, [], id="late"),
         pytest.param(
-            36, ["the watch of finetunejobs.finetune.dev has not moved for 360 s"], id="stuck"
+            36, ["the watch of finetunejobs.finetune.dev has not progressed for 360 s"], id="stuck"
         ),
     ],
 )

@@ -204,8 +204,8 @@ def test_a_plugin_whose_import_hangs_is_named_and_the_others_run() -> None:
             await asyncio.sleep(20)
             assert await world.complaint("by-hung") == (
                 "BackendFailed",
-                "spec.backend.type hung: its import took more than 10 s; see that what it asks can "
-                "be reached, and restart the operator",
+                "spec.backend.type hung: its import took more than 10 s; check that its service "
+                "can be reached, and restart the operator",
             )
             assert await world.is_accepted("by-fake")
 
@@ -266,7 +266,7 @@ def test_a_backend_is_started_once_by_its_first_jobs_and_closed_at_the_end_of_th
         ),
         pytest.param(
             for_ever,
-            "spec.backend.type plugin: start took more than 8 s; see that what it asks can be "
+            "spec.backend.type plugin: start took more than 8 s; check that its service can be "
             "reached",
             id="hangs",
         ),
@@ -340,8 +340,8 @@ def test_a_verb_that_takes_too_long_is_cancelled_and_named(verb: str) -> None:
             await calls[verb]()
         assert ended == [seconds]
         assert str(caught.value) == (
-            f"spec.backend.type plugin: {verb} took more than {seconds:g} s; see that what it asks "
-            "can be reached"
+            f"spec.backend.type plugin: {verb} took more than {seconds:g} s; check that its "
+            "service can be reached"
         )
 
     run(work())
@@ -388,11 +388,11 @@ def test_inputs_are_checked_in_a_thread_and_a_check_that_hangs_is_told() -> None
                 await world.apply("plugin", f"hung-{number}")
             await asyncio.sleep(40)
             said = [(await world.complaint(f"hung-{number}"))[1] for number in range(5)]
-            hung = "spec.backend.type plugin: check_inputs took more than 30 s; see that what it"
+            hung = "spec.backend.type plugin: check_inputs took more than 30 s; check that its"
             assert sum(one.startswith(hung) for one in said) == 4
             assert (
-                "spec.backend.type plugin: all 4 threads for check_inputs hang; waiting for one "
-                "took more than 30 s; see that what it asks can be reached"
+                "spec.backend.type plugin: all 4 threads for check_inputs hang; waiting for a "
+                "free thread took more than 30 s; check that its service can be reached"
             ) in said
 
     run(work())
@@ -437,14 +437,14 @@ def test_blocking_calls_have_threads_of_their_own_and_when_all_hang_the_next_say
         hung = [services.run_blocking(hang, 5.0) for _ in range(Plugin.threads)]
         said = await asyncio.gather(*hung, return_exceptions=True)
         assert {str(one) for one in said} == {
-            "spec.backend.type plugin: a blocking call took more than 5 s; see that what it asks "
-            "can be reached"
+            "spec.backend.type plugin: a blocking call took more than 5 s; check that its "
+            "service can be reached"
         }
         with pytest.raises(TransientError) as caught:
             await services.run_blocking(lambda: 7, 5.0)
         assert str(caught.value) == (
-            "spec.backend.type plugin: all 2 threads for a blocking call hang; waiting for one "
-            "took more than 5 s; see that what it asks can be reached"
+            "spec.backend.type plugin: all 2 threads for a blocking call hang; waiting for a free "
+            "thread took more than 5 s; check that its service can be reached"
         )
         assert asyncio.get_running_loop().time() == started + 10
 
@@ -527,7 +527,7 @@ def test_a_backend_that_is_closed_is_asked_nothing() -> None:
         hosted = hosted_alone(plugin)
         await hosted.observe(REF)
         await hosted.close()
-        with pytest.raises(NotLeadingError, match="this term has ended"):
+        with pytest.raises(NotLeadingError, match="this leader term has ended"):
             await hosted.observe(REF)
         assert plugin.verbs == ["start", "observe", "close"]
 
@@ -611,5 +611,5 @@ def test_no_process_waits_at_its_end_for_a_thread_that_hangs() -> None:
         [sys.executable, "-c", HUNG_PROCESS], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == [
-        "it: a call took more than 0.01 s; see that what it asks can be reached"
+        "it: a call took more than 0.01 s; check that its service can be reached"
     ] * 2 + ["ended"]

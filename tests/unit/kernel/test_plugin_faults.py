@@ -72,7 +72,9 @@ async def complete(world: FaultyWorld) -> None:
     ("verb", "happens", "said", "phase"),
     [
         pytest.param("cancel", suspend, "attempt 1 cannot be cancelled", "Suspended"),
-        pytest.param("collect", complete, "what it exported cannot be collected", "Succeeded"),
+        pytest.param(
+            "collect", complete, "the exported artifacts cannot be collected", "Succeeded"
+        ),
     ],
 )
 def test_a_fault_at_the_end_of_an_attempt_is_told_until_it_is_mended(

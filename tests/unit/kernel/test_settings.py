@@ -159,9 +159,9 @@ logger.error("something else")
 
 def test_a_process_is_alive_as_long_as_its_work_moves() -> None:
     health = Health(oldest_seconds=20, silent_seconds={"pods": 10, "jobs.batch": 400})
-    assert health.complaints(300) == ["the watch of jobs.batch has not moved for 400 s"]
+    assert health.complaints(300) == ["the watch of jobs.batch has not progressed for 400 s"]
     assert health.complaints(15) == [
-        "a job has not moved for 20 s",
-        "the watch of jobs.batch has not moved for 400 s",
+        "a job has not progressed for 20 s",
+        "the watch of jobs.batch has not progressed for 400 s",
     ]
     assert health.complaints(1000) == []

@@ -64,7 +64,7 @@ def test_nothing_stays_in_the_store_of_meetings_that_all_have_left(
 
 def test_a_rank_that_is_silent_is_named(two: list[Waiting]) -> None:
     two[1].close()  # its heart stops, as when its process is killed or stopped
-    with pytest.raises(LostRankError, match=r"^rank 1 has given no sign of life for \d+ s, "):
+    with pytest.raises(LostRankError, match=r"^rank 1 has not responded for \d+ s, "):
         two[0].liveness_barrier()
 
 

@@ -56,8 +56,8 @@ COMM_BYTES = _of_collectives(
 COMM_BUS_BYTES = _of_collectives(
     "bus_bytes",
     "bytes",
-    "Least bytes that the links of a rank carry for the collectives with a known duration; divided "
-    "by the duration it is the bus bandwidth.",
+    "Minimum bytes that the links of a rank carry for the collectives with a known duration; "
+    "divided by the duration it is the bus bandwidth.",
 )
 COMM_SECONDS = _of_collectives(
     "duration_seconds",

@@ -137,7 +137,7 @@ class TokenStore:
             except OSError as error:
                 raise OutputNotWritableError(
                     f"the token cache {path.parent} cannot be written and locked "
-                    f"({error.strerror}); choose a folder that can"
+                    f"({error.strerror}); choose another folder"
                 ) from error
             yield
 

@@ -189,7 +189,7 @@ class _Finder:
         raise DataError(
             f"{where} does not begin with its generation prompt: the prompt of the chat template "
             f"continues with {_quoted(prompt[same:])}, the turn with {_quoted(text[same:])}; add "
-            "what the turn lacks, mostly reasoning_content, give the template other arguments "
+            "what the turn lacks (mostly reasoning_content), give the template other arguments "
             "(spec.model.chatTemplateArguments), or use another template (spec.model.chatTemplate)"
         )
 

@@ -126,7 +126,7 @@ def _attend(
         return output, None
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention with {name} cannot keep documents apart")
+            raise NotImplementedError(f"attention with {name} cannot separate documents")
     batch, _, length, _ = query.shape
     # Rotary positions may have promoted query and key only, which kernels reject. On a CPU torch's
     # bf16 attention takes three times as long as fp32 (documents of 60 tokens, Zen 4).

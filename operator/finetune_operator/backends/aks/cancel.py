@@ -107,7 +107,7 @@ async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
         "type": "FailureTarget",
         "status": "True",
         "reason": GIVEN_UP,
-        "message": "the finetune-operator gave this attempt up; it never runs again",
+        "message": "the finetune-operator has ended this attempt; it never runs again",
     }
     kept = [one for one in status.get("conditions") or () if one["type"] != "FailureTarget"]
     change: Object = {

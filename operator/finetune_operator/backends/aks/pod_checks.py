@@ -59,7 +59,7 @@ def _uris(job: FineTuneJob) -> Iterator[Problem]:
 def _folders(job: FineTuneJob) -> Iterator[Problem]:
     spec = job.spec
     if spec.output.uri is None:
-        text = "is missing, and a pod's own disk ends with it; set pvc://CLAIM/PATH"
+        text = "is missing, and a pod's own disk is deleted with the pod; set pvc://CLAIM/PATH"
         yield Problem("spec.output.uri", text)
     if spec.checkpoint.uri is not None:
         return
@@ -148,7 +148,7 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
         if not volumes.is_writable(volume):
             yield Problem(path, f"{where}, which is read-only; {advice}")
         elif volumes.is_lost_with_its_pod(volume):
-            text = f"{where}, which is each pod's own and ends with it"
+            text = f"{where}, which is separate for each pod and deleted with it"
             if path == "spec.checkpoint.uri" and job.spec.topology.nodes == 1:
                 text += f", so every restart starts over; {advice}"
                 yield Problem(path, text, Severity.WARNING)

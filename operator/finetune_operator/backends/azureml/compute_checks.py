@@ -32,8 +32,8 @@ SIZE_FIELD = "spec.topology.instanceType"
 _NO_EFFECT = (
     unset(
         "model.tokenSecretRef",
-        "remove it, because every reader of the job in Azure ML would see it; copy what needs "
-        f"one to {places.DATASTORE_FORM}",
+        "remove it, because everyone who can read the job in Azure ML would see it; copy the data "
+        f"to {places.DATASTORE_FORM}",
     ),
     only("topology.rdma", "auto"),
     only("topology.placement", "pack"),

@@ -101,7 +101,7 @@ class Computes:
             if compute.kind == _KUBERNETES:
                 return [*found, *on_kubernetes(job, name, compute)]
             if compute.kind != _CLUSTER:
-                text = f"{name} is of type {compute.kind}; name an AmlCompute or a Kubernetes one"
+                text = f"{name} is of type {compute.kind}; name another, AmlCompute or Kubernetes"
                 return [*found, Problem(_COMPUTE_FIELD, text)]
             gpus = await self._sizes(workspace, compute.location)
             return [*found, *on_cluster(job, name, compute, gpus)]
@@ -180,7 +180,7 @@ def _sizes(sdk: Sdk, location: str) -> dict[str, int]:
 def _remedy(error: RefusedError, workspace: Workspace) -> str:
     if error.status == 403:
         return f"give the operator's identity the role AzureML Data Scientist in {_name(workspace)}"
-    return "see that the operator's identity and the profile's workspace are right"
+    return "check the operator's identity and the profile's workspace"
 
 
 def _name(workspace: Workspace) -> str:

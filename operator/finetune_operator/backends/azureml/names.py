@@ -78,7 +78,7 @@ def profile_of(job: FineTuneJob, profiles: Profiles) -> JobProfile:
     name = azureml_of(job.spec).profile
     spec = profiles.get(name)
     if spec.azureml is None:
-        raise ProfileError(f"{name} names no workspace; name a profile that has azureml")
+        raise ProfileError(f"{name} does not name a workspace; name a profile with azureml")
     return JobProfile(name, spec, spec.azureml)
 
 

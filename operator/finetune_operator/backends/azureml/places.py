@@ -241,5 +241,5 @@ def _clean(uri: str, path: str | None) -> str:
     if cleaned and not {"", ".", ".."}.isdisjoint(cleaned.split("/")):
         raise BadUriError(f"{uri} has an empty part, . or .. in its path; remove it")
     if odd := _NOT_ITSELF.search(cleaned):
-        raise BadUriError(f"{uri} has {odd[0]!r}, which is not literal; rename the path")
+        raise BadUriError(f"{uri} has {odd[0]!r}, which is not taken literally; rename the path")
     return cleaned

@@ -104,7 +104,7 @@ class Poller:
             return states.observation_of(one.view, self._now())
         if (error := one and one.error) and not error.retryable:
             raise BackendError(str(error)) from error
-        raise TransientError(str(error or "Azure ML was not asked about the attempt yet"))
+        raise TransientError(str(error or "the attempt was not observed in Azure ML yet"))
 
     def newest(self, ref: AttemptRef) -> AttemptView | None:
         """Return the last poll; None before it is known whether the trainer checks the stop tag."""

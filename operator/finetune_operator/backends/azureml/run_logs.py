@@ -118,7 +118,7 @@ async def read_end(
     except BackendError as error:
         if not is_last_try:
             raise
-        return RunEnd(text=f"why cannot be read: {error}"), NO_REPORT, {}
+        return RunEnd(text=f"the reason for its end cannot be read: {error}"), NO_REPORT, {}
     free = asyncio.Semaphore(_FILES_AT_ONCE)
 
     async def read(path: str) -> Termination | None:

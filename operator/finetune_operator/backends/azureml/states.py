@@ -76,7 +76,7 @@ STATES = {
         None,
         Obstacle("NotResponding", "Azure ML receives no response from the job's nodes"),
         15 * 60.0,
-        "see its nodes, and suspend this job or cancel that one to end it",
+        "check its nodes; to end it, suspend this job or cancel the job in Azure ML",
     ),
     "Paused": Row(None, Obstacle("Paused", "Azure ML has paused the job"), 3600.0, "resume it"),
     runs.COMPLETED: Row(AttemptPhase.SUCCEEDED, is_finished=True),

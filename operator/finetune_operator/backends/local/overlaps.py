@@ -42,7 +42,7 @@ def overlaps(job: FineTuneJob, manifest_dir: Path) -> Iterator[Problem]:
             complaint = _against_read(folder, read, folders[_CHECKPOINT])
         complaint = complaint or _against_own(field, folders)
         if complaint:
-            yield Problem(field, f"{folder} {complaint}; choose a folder apart from it")
+            yield Problem(field, f"{folder} {complaint}; choose a separate folder")
 
 
 def _resolved(job: FineTuneJob, manifest_dir: Path) -> dict[str, Path]:

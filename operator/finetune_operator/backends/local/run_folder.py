@@ -210,7 +210,7 @@ class RunFolder:
         if others:
             raise RunFolderError(
                 f"spec.backend.local.runDirectory {self.run_dir} holds {min(others)} and no "
-                "job.json, so it is no run's; choose an empty or a new folder"
+                "job.json, so it is not a run directory; choose an empty or a new folder"
             )
 
     def _lock_or_name_holder(self, lock: int) -> None:

@@ -195,7 +195,7 @@ def test_a_volume_of_the_profile_is_not_every_jobs() -> None:
 
 
 READ_ONLY = "which is read-only"
-LOST = "which is each pod's own and ends with it"
+LOST = "which is separate for each pod and deleted with it"
 ELSE = "name another volume, or a claim"
 
 

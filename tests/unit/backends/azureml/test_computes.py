@@ -175,7 +175,7 @@ def test_a_workspace_that_does_not_exist_is_no_fault_of_the_compute(
 ) -> None:
     (found,) = asyncio.run(Asked(WORKSPACE + "-gone").problems())
     assert found.startswith(f"{PROFILE} default cannot be used: Azure ML reports")
-    assert "identity and the profile's workspace are right" in found
+    assert "check the operator's identity and the profile's workspace" in found
 
 
 def test_answers_are_kept_for_minutes_and_what_is_missing_for_seconds(

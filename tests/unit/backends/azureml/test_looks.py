@@ -87,7 +87,7 @@ def test_nothing_is_known_before_the_first_look_and_all_of_it_after(
         running(workspace)
         ref = workspace.ref("tiny-1")
         async with started(workspace) as process:
-            with pytest.raises(TransientError, match="not asked about the attempt yet"):
+            with pytest.raises(TransientError, match="not observed in Azure ML yet"):
                 process.looks.observe(ref)
             found = await process.observe(ref, 1.0)
             assert (found.phase, found.nodes_ready) == (P.RUNNING, 2)
