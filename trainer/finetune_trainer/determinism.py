@@ -38,7 +38,7 @@ def deterministic(*, is_asked: bool) -> Iterator[None]:
 
 
 def _choose_kernels() -> None:
-    """Let torch use deterministic kernels only, and raise if there is none.
+    """Restrict torch to deterministic kernels; it raises an error if an operation has none.
 
     FlashAttention 2 to 4 have a deterministic backward pass. torch's memory-efficient attention and
     cuDNN's have none, so a model with its own mask falls back to plain matrix products.

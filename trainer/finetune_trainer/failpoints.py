@@ -55,10 +55,11 @@ def failpoint(name: FailPoint, step: int = 0) -> None:
     wanted = os.environ.get(ENV_FAILPOINT)
     if not wanted:
         return
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     for text in wanted.split(","):
         target = _parse(text)
         is_here = target["name"] == name and target["step"] in (None, str(step))
-        if is_here and target["rank"] in (None, _rank()) and _claim_kill(text):
+        if is_here and target["rank"] in (None, rank) and _claim_kill(text):
             os.kill(os.getpid(), signal.SIGTERM if target["term"] else signal.SIGKILL)
 
 
@@ -70,10 +71,6 @@ def _parse(text: str) -> re.Match[str]:
             f"with one of {', '.join(POINTS)}"
         )
     return match
-
-
-def _rank() -> str:
-    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
 
 
 def _claim_kill(target: str) -> bool:

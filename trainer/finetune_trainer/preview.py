@@ -98,7 +98,8 @@ def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, boo
     """
     tokens: list[int] = []
     shown = ""
-    for is_label, run in groupby(zip(part.tokens, part.is_label, strict=True), _is_label):
+    pairs = zip(part.tokens, part.is_label, strict=True)
+    for is_label, run in groupby(pairs, key=lambda pair: bool(pair[1])):
         tokens += [int(token) for token, _ in run]
         text = str(
             tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -107,10 +108,6 @@ def _decode(part: Sequence | Encoded, tokenizer: Any) -> Iterator[tuple[str, boo
         same = common_length(shown, text)
         yield text[same:], is_label
         shown = text
-
-
-def _is_label(pair: tuple[Any, Any]) -> bool:
-    return bool(pair[1])
 
 
 def _read(path: Path) -> TrainConfig:

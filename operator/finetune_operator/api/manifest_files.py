@@ -76,9 +76,7 @@ def read_bytes(file: str) -> bytes | Problem:
         advice = "save it and name the file" if is_web else "name the file by its path"
         return Problem("", f"is a URL, and URLs are not read; {advice}", file=file)
     try:
-        if file == STDIN:
-            return _stdin()
-        return _read_file(file)
+        return _stdin() if file == STDIN else _read_file(file)
     except OSError as error:
         return Problem("", _cannot(file, error), file=file)
 
@@ -112,6 +110,4 @@ def _read_file(file: str) -> bytes | Problem:
 
 def _bounded(source: BinaryIO, file: str) -> bytes | Problem:
     read = source.read(MOST_BYTES + 1)
-    if len(read) <= MOST_BYTES:
-        return read
-    return Problem("", TOO_LARGE, file=file)
+    return read if len(read) <= MOST_BYTES else Problem("", TOO_LARGE, file=file)

@@ -13,13 +13,14 @@ from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, FineT
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
 from finetune_operator.backends.hosting import HostedBackend
+from finetune_operator.cli.top_cluster import get_job
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kube.api_errors import ForbiddenError, NotFoundError
+from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, Object, Resource
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, Object, Resource
 from finetune_operator.kube.watch import Watch
 from finetune_trainer.config import FailureClass
 
@@ -76,7 +77,7 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
 async def _lines(
     client: HttpClient, job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
 ) -> AsyncIterator[str]:
-    stored = await _get_job(client, job)
+    stored = FineTuneJob.model_validate(await get_job(client, job))
     if not stored.status.attempt:
         reason = next((one.message for one in stored.status.conditions if one.type == "Ready"), "")
         raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({reason})")
@@ -162,12 +163,3 @@ async def _find_attempt(backend: HostedBackend, job: FineTuneJob, number: int) -
             f"attempt {number} of FineTuneJob {key} was deleted, and its logs with it"
         )
     return AttemptRef(key, job.metadata.uid, number, found.handle, job.spec)
-
-
-async def _get_job(client: HttpClient, job: Key) -> FineTuneJob:
-    try:
-        return FineTuneJob.model_validate(await client.get(FINE_TUNE_JOBS, job.name, job.namespace))
-    except NotFoundError as error:
-        raise FineTuneError(
-            f"{client.access.host} has no FineTuneJob {job}; kubectl get ftj -A lists all jobs"
-        ) from error

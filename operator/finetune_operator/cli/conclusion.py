@@ -8,7 +8,6 @@ from rich.text import Text
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.v1alpha1.lifecycle import OutputFormat
-from finetune_operator.backends.base import Handle
 from finetune_operator.backends.local.layout import BACKEND
 from finetune_operator.cli.result import Outcome, print_outcome
 from finetune_operator.cli.target import Target
@@ -54,9 +53,21 @@ def conclude(
     attempt = attempts.current(status)
     if attempt and not target.backend.runs_on_this_machine:
         if handle := handle_of(status):
-            _print_left_running(console, job.metadata.name, handle, again)
+            _print_lines(
+                console,
+                f"{job.metadata.name} continues: {handle.url or handle.name}",
+                "It is restarted after a failure only while ftctl follows it. "
+                f"Follow it again: {again}",
+                "To stop it with a checkpoint, set spec.suspend: true and run that command again.",
+            )
         else:
-            _print_may_start(console, job.metadata.name, attempt.number, again)
+            _print_lines(
+                console,
+                f"{job.metadata.name} may be starting: the creation of attempt "
+                f"{attempt.number} has no response yet",
+                f"Follow it, or check whether it runs: {again}",
+                "To stop it, set spec.suspend: true and run that command again.",
+            )
         raise typer.Exit(EXIT_STOPPED)
     # The last attempt may have ended before its first step, so use the status, not its progress.
     last_checkpoint = status.checkpoint.last
@@ -73,24 +84,6 @@ def conclude(
         console.print(Text("spec.suspend is true; set it to false to resume"))
     console.print(Text(f"Resume with: {again}"))
     raise typer.Exit(EXIT_STOPPED)
-
-
-def _print_left_running(console: Console, name: str, handle: Handle, again: str) -> None:
-    _print_lines(
-        console,
-        f"{name} continues: {handle.url or handle.name}",
-        f"It is restarted after a failure only while ftctl follows it. Follow it again: {again}",
-        "To stop it with a checkpoint, set spec.suspend: true and run that command again.",
-    )
-
-
-def _print_may_start(console: Console, name: str, number: int, again: str) -> None:
-    _print_lines(
-        console,
-        f"{name} may be starting: the creation of attempt {number} has no response yet",
-        f"Follow it, or check whether it runs: {again}",
-        "To stop it, set spec.suspend: true and run that command again.",
-    )
 
 
 def _print_lines(console: Console, first: str, *more: str) -> None:

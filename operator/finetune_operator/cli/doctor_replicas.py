@@ -149,7 +149,8 @@ async def _check_replicas(probe: Probe, one: Deployed, deployment: Object) -> st
     if one.ready < one.wanted or one.is_behind:
         if one.ready >= one.wanted:
             text += ", but not all are updated and available"
-        owner = Owner(one.namespace, one.name, one.release, _selector(one))
+        labels = ",".join(f"{key}={value}" for key, value in one.labels.items())
+        owner = Owner(one.namespace, one.name, one.release, labels)
         pods = await probe.list(
             _TOPIC, f"pods of {one.title}", PODS, one.namespace, label_selector=owner.selector
         )
@@ -251,7 +252,3 @@ def _check_served(probe: Probe, operators: Sequence[Deployed]) -> None:
             remedy = f"helm uninstall {last.release} -n {last.namespace}"
         titles = " and ".join(one.title for one in serving)
         probe.wrong(_TOPIC, name, f"is served by {titles}, which undo each other's changes", remedy)
-
-
-def _selector(one: Deployed) -> str:
-    return ",".join(f"{key}={value}" for key, value in one.labels.items())

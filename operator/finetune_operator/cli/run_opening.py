@@ -197,9 +197,7 @@ def _start_here(job: FineTuneJob, newest: int | None) -> str:
     if newest is not None:
         return f"from the checkpoint of step {newest}"
     named = job.spec.checkpoint.resume_from
-    if named in _UNNAMED:
-        return "from the first step: there is no checkpoint"
-    return f"from {named}"
+    return "from the first step: there is no checkpoint" if named in _UNNAMED else f"from {named}"
 
 
 def _start_elsewhere(job: FineTuneJob) -> str:

@@ -24,6 +24,7 @@ from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import Call, KubeClient
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_UID_LABEL
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, PODS, Object
 
@@ -58,7 +59,7 @@ async def rows_of(client: KubeClient, namespace: str | None) -> list[JobRow]:
     return sorted((row_of(one) for one in listing.items), key=lambda one: one.key)
 
 
-async def get_job(client: KubeClient, job: Key) -> Object:
+async def get_job(client: HttpClient, job: Key) -> Object:
     """Return one job.
 
     Raises:
@@ -67,8 +68,9 @@ async def get_job(client: KubeClient, job: Key) -> Object:
     try:
         return await client.get(FINE_TUNE_JOBS, job.name, job.namespace)
     except NotFoundError as error:
-        text = f"the cluster has no FineTuneJob {job}; kubectl get ftj -A lists all jobs"
-        raise FineTuneError(text) from error
+        raise FineTuneError(
+            f"{client.access.host} has no FineTuneJob {job}; kubectl get ftj -A lists all jobs"
+        ) from error
 
 
 def row_of(job: Object) -> JobRow:

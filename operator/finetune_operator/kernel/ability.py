@@ -77,9 +77,7 @@ class Ability:
     @property
     def complaints(self) -> tuple[str, ...]:
         """Sentences that explain why this replica is not Ready."""
-        if self.faults is None:
-            return (f"{_UNKNOWN}{self._silence}",)
-        return self.faults
+        return (f"{_UNKNOWN}{self._silence}",) if self.faults is None else self.faults
 
     def recheck(self) -> None:
         """Start another round: the API server has refused a request."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.25
 _SPARE_WORKERS = 4  # for other backends while one backend keeps its whole share of workers busy
-_LASTING_SECONDS = 60.0  # a run that lasted longer did not fail at its start
+_LASTING_SECONDS = 60.0  # kopf did not fail at its start if it ran for longer
 # With this longest wait, recovery after an outage takes at most 15 s.
 _WATCH_BACKOFF = Backoff(0.5, 10.0)
 

@@ -63,10 +63,6 @@ class _Group:
                 yield since - head_start, key
 
 
-def _never(key: Key) -> bool:
-    return False
-
-
 class WorkQueue:
     """Keys of jobs to reconcile.
 
@@ -83,7 +79,7 @@ class WorkQueue:
         backoff: Backoff,
         coalesce_seconds: float = 0.0,
         *,
-        is_urgent: Callable[[Key], bool] = _never,
+        is_urgent: Callable[[Key], bool] = lambda key: False,
         group_of: Callable[[Key], str] = lambda key: "",
         share: float = math.inf,
     ) -> None:

@@ -140,10 +140,6 @@ def _reported(value_of: Callable[[JobNow, Progress], float | None]) -> Callable[
     return series
 
 
-def _age(job: JobNow, report: Progress) -> float:
-    return max(0.0, job.now.timestamp() - report.time)
-
-
 _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.JOB_INFO.name: _info,
     catalogue.JOB_PHASE.name: _phase,
@@ -158,5 +154,7 @@ _SERIES: dict[str, Callable[[JobNow], Series]] = {
     catalogue.RANK_ZERO_STEP.name: _reported(lambda job, report: report.step),
     catalogue.RANK_ZERO_LOSS.name: _reported(lambda job, report: report.loss),
     catalogue.RANK_ZERO_TOKENS.name: _reported(lambda job, report: report.tokens_per_second),
-    catalogue.RANK_ZERO_AGE.name: _reported(_age),
+    catalogue.RANK_ZERO_AGE.name: _reported(
+        lambda job, report: max(0.0, job.now.timestamp() - report.time)
+    ),
 }

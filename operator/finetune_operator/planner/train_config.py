@@ -187,16 +187,14 @@ def _strategy(plan: Plan) -> trainer.StrategyConfig:
 def _prefetch(plan: Plan) -> int:
     """Return the number of layers to gather ahead; by default one on GPUs."""
     asked = plan.job.spec.strategy.prefetch
-    if asked is not None:
-        return asked
-    return int(plan.device == "cuda" and plan.strategy is StrategyType.FSDP)
+    default = int(plan.device == "cuda" and plan.strategy is StrategyType.FSDP)
+    return default if asked is None else asked
 
 
 def _garbage_interval(plan: Plan) -> int:
     asked = plan.job.spec.training.collect_garbage_every_steps
-    if asked is not None:
-        return asked
-    return GARBAGE_EVERY_STEPS if plan.device == "cuda" else 0
+    default = GARBAGE_EVERY_STEPS if plan.device == "cuda" else 0
+    return default if asked is None else asked
 
 
 def _expands(plan: Plan) -> bool:

@@ -12,8 +12,8 @@ from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from finetune_operator.kube.watch import Watch
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
-from finetune_operator.testing.fake import FakeBackend
 from support.cluster.operators import Api, OperatorProcess, condition, wait_until
+from support.kernel.fake_backend import FakeBackend
 
 
 @pytest.fixture(scope="module")

@@ -224,7 +224,7 @@ class OperatorProcess:
             "lease_namespace": namespace,
             "identity": identity,
             "backends": "configmap=support.kernel.configmap_backend:ConfigMapBackend,"
-            "fake=finetune_operator.testing.fake:FakeBackend",
+            "fake=support.kernel.fake_backend:FakeBackend",
             "health_host": "127.0.0.1",
             "health_port": 0,
             "log_format": "json",

@@ -41,8 +41,8 @@ from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL, JOB_UID_LABE
 from finetune_operator.kube.resources import CONFIG_MAPS, Object, Resource
 from finetune_operator.kube.watch import Watch
 from finetune_operator.planner.plan import Plan
-from finetune_operator.testing.fake import FakeBackend, folders_named_by_uri
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
+from support.kernel.fake_backend import FakeBackend, folders_named_by_uri
 
 PENDING = {"phase": "Pending"}
 RETRY_AFTER_SECONDS = 40.0

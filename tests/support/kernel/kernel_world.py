@@ -29,7 +29,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 POINTS = [
     EntryPoint("aks", "finetune_operator.backends.aks.backend:AksBackend", registry.GROUP),
     EntryPoint("configmap", "support.kernel.configmap_backend:ConfigMapBackend", registry.GROUP),
-    EntryPoint("fake", "finetune_operator.testing.fake:FakeBackend", registry.GROUP),
+    EntryPoint("fake", "support.kernel.fake_backend:FakeBackend", registry.GROUP),
 ]
 PLAYS: dict[str, dict[str, str]] = {
     "runs": {"phase": "Running", "ready": "1", "step": "3"},

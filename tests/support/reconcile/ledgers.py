@@ -8,9 +8,9 @@ from finetune_operator.backends.base import AttemptPhase, Effect, Observation, O
 from finetune_operator.reconcile.categories import Category
 from finetune_operator.reconcile.ledger import accrue_until, apply_report, apply_status
 from finetune_operator.reconcile.saved_ledger import restored, saved
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase, Progress
 from finetune_trainer.telemetry.spent import SpentTime
+from support.kernel.fake_backend import ended
 from support.reconcile.decisions import PENDING, START, Life
 
 GPUS = 8

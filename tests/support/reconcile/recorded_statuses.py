@@ -101,7 +101,7 @@ def record(api: Api, namespace: str) -> dict[str, Object]:
         operator.wait_for("synced")
         _live(api, namespace)
     # The next one lacks the backend of these jobs.
-    fake = "fake=finetune_operator.testing.fake:FakeBackend"
+    fake = "fake=support.kernel.fake_backend:FakeBackend"
     api.change(namespace, "left", suspend=False)
     with OperatorProcess(api.kubeconfig, namespace, "two", backends=fake) as operator:
         operator.wait_for("synced")

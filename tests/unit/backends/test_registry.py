@@ -9,7 +9,7 @@ import pytest
 from finetune_operator.backends import registry
 from finetune_operator.errors import BrokenBackendError, UnknownBackendError
 
-FAKE = "finetune_operator.testing.fake:FakeBackend"
+FAKE = "support.kernel.fake_backend:FakeBackend"
 
 
 def point(name: str, target: str) -> EntryPoint:

@@ -11,8 +11,8 @@ from finetune_operator.errors import TransientError
 from finetune_operator.kernel.queue import Result
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.testing.fake import PREEMPTED, RUNNING, ended
 from support.kernel.configmap_backend import PatientBackend
+from support.kernel.fake_backend import PREEMPTED, RUNNING, ended
 from support.kernel.kernel_world import KEY, POINTS, World
 from support.kernel.virtual_time import run
 

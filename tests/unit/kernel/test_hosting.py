@@ -37,9 +37,9 @@ from finetune_operator.kube.cache import Key
 from finetune_operator.kube.client import ClientOptions
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
-from finetune_operator.testing.fake import FakeBackend, ended
 from support.api.builders import manifest
 from support.kernel.fake_api import FakeApi
+from support.kernel.fake_backend import FakeBackend, ended
 from support.kernel.kernel_world import START
 from support.kernel.live_world import SETTINGS
 from support.kernel.virtual_time import hang, run
@@ -196,7 +196,7 @@ def test_a_plugin_whose_import_hangs_is_named_and_the_others_run() -> None:
     async def work() -> None:
         points = (
             "hung=support.kernel.plugin_that_hangs:Any",
-            "fake=finetune_operator.testing.fake:FakeBackend",
+            "fake=support.kernel.fake_backend:FakeBackend",
         )
         async with operated(*points) as world:
             await world.apply("hung")

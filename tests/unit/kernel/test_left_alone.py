@@ -7,8 +7,8 @@ import pytest
 from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS
-from finetune_operator.testing.fake import FakeBackend
 from support.aks.aks_world import AksWorld
+from support.kernel.fake_backend import FakeBackend
 from support.kernel.kernel_world import KEY, POINTS, World
 from support.kernel.virtual_time import run
 

@@ -9,7 +9,7 @@ import pytest
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
-from finetune_operator.testing.fake import FakeBackend, ended
+from support.kernel.fake_backend import FakeBackend, ended
 from support.kernel.kernel_world import KEY, Crash, World
 from support.kernel.virtual_time import run
 

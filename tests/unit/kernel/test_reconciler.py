@@ -12,7 +12,7 @@ from finetune_operator.errors import BackendError
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, EVENTS, FINE_TUNE_JOBS, Object, Resource
 from finetune_operator.planner.plan import make_plan
-from finetune_operator.testing.fake import FakeBackend
+from support.kernel.fake_backend import FakeBackend
 from support.kernel.kernel_world import KEY, QUOTA_SENTENCE, Crash, World, at_write, nothing
 from support.kernel.virtual_time import run
 

@@ -7,8 +7,8 @@ import pytest
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.kernel.status_writer import nodes_left
 from finetune_operator.reconcile.decide import Rejection, unreconcilable
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass
+from support.kernel.fake_backend import ended
 from support.reconcile.decisions import PENDING, Life, running
 
 RUNS = Observation(AttemptPhase.RUNNING, nodes_ready=1)

@@ -16,8 +16,8 @@ from finetune_operator.kube.api_errors import (
     UnavailableError,
 )
 from finetune_operator.kube.resources import CONFIG_MAPS, Resource
-from finetune_operator.testing.fake import FakeBackend
 from support.kernel.fake_api import BeforeCall
+from support.kernel.fake_backend import FakeBackend
 from support.kernel.kernel_world import KEY, POINTS, World, nothing
 from support.kernel.virtual_time import run
 

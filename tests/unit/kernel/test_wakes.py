@@ -20,9 +20,9 @@ from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Resource
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
-from finetune_operator.testing.fake import FakeBackend
 from support.api.builders import manifest
 from support.kernel.fake_api import FakeApi
+from support.kernel.fake_backend import FakeBackend
 from support.kernel.kernel_world import HAPPENINGS, START, Crash, happen
 from support.kernel.live_world import AWAY, SETTINGS, LiveWorld
 from support.kernel.virtual_time import run

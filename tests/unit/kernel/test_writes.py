@@ -12,8 +12,8 @@ from finetune_operator.embedded.patches import merge
 from finetune_operator.kernel.events import JobEvent, events_between
 from finetune_operator.kernel.status_writer import is_worth_writing
 from finetune_operator.kube.client import merge_patch
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase
+from support.kernel.fake_backend import ended
 from support.reconcile.decisions import PENDING, Life, running
 
 

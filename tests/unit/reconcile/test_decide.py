@@ -8,8 +8,8 @@ from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.reconcile.conditions import rfc3339
 from finetune_operator.reconcile.decide import Collect, Rejection, Submit
-from finetune_operator.testing.fake import PREEMPTED, ended
 from finetune_trainer.config import CheckpointRef, FailureClass, Phase
+from support.kernel.fake_backend import PREEMPTED, ended
 from support.reconcile.decisions import PENDING, START, Life, lives, running
 
 KILLED = ended(137, FailureClass.WORKER_LOST, "node 0 was killed")

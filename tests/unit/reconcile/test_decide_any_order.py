@@ -27,10 +27,10 @@ from finetune_operator.planner.plan import make_plan
 from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import is_finished, is_settled
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.testing.fake import RUNNING, FakeBackend, FakeRun, ended
 from finetune_trainer.config import FailureClass
 from support.api.builders import manifest, ref_to
 from support.kernel.fake_api import FakeApi
+from support.kernel.fake_backend import RUNNING, FakeBackend, FakeRun, ended
 from support.kernel.kernel_world import KEY, WRITES, Crash
 from support.reconcile.decisions import START, lives, running
 

@@ -5,8 +5,8 @@ import pytest
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.reconcile.failures import action_for, verdict
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Termination
+from support.kernel.fake_backend import ended
 
 C = FailureClass
 

@@ -12,8 +12,8 @@ from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.categories import Category
 from finetune_operator.reconcile.conditions import is_finished
 from finetune_operator.reconcile.ledger import accrue_until, apply_report
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import FailureClass, Phase
+from support.kernel.fake_backend import ended
 from support.reconcile.decisions import PENDING
 from support.reconcile.ledgers import BETWEEN, GPUS, QUEUED, LedgerLife, Rank, killed, training
 

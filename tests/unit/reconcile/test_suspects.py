@@ -14,7 +14,6 @@ from finetune_operator.kube.resources import EVENTS
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.ledger import Ledger
-from finetune_operator.testing.fake import ended
 from finetune_trainer.config import (
     SUSPECTS_FILE,
     FailureClass,
@@ -26,6 +25,7 @@ from finetune_trainer.config import (
     read_progress,
 )
 from support.kernel.fake_api import FakeApi
+from support.kernel.fake_backend import ended
 from support.reconcile.decisions import START, Life, running
 
 SLOW = Suspect(rank=3, node="gpu-1", cause=SuspectCause.COMPUTE, score=1.204, since=1_767_225_600.4)

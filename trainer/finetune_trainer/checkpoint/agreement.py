@@ -25,7 +25,7 @@ class RankError(Exception):
 def on_every_rank(
     group: "ProcessGroup | None", work: Callable[[], T], waiting: Waiting | None = None
 ) -> list[T]:
-    """Call `work` on all ranks of `group`, a collective; return the results by rank.
+    """Call `work` on all ranks of `group`, and return the results by rank; a collective.
 
     Without a group this is a plain call. Every rank must make the call within the group's timeout,
     or for as long as they wait for each other in `waiting`.

@@ -171,7 +171,7 @@ class _Bid(NamedTuple):
             path.write_text(text, encoding="utf-8")
 
     def expect_claim(self) -> None:
-        """Return if the file of the claim still exists."""
+        """Raise an error if the file of the claim no longer exists."""
         if not self.claim.path(self.wanted.folder, Mark.CLAIM).exists():
             raise gone(self.wanted.folder, self.claim)
 

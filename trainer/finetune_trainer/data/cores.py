@@ -30,6 +30,5 @@ def _quota(root: Path) -> float | None:
             period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
         except OSError:
             return None
-    if granted == "max" or int(granted) <= 0:
-        return None
-    return int(granted) / int(period)
+    is_limited = granted != "max" and int(granted) > 0
+    return int(granted) / int(period) if is_limited else None

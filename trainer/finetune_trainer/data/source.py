@@ -69,7 +69,11 @@ def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
     path = Path(source.path)
     if not path.exists():
         raise DataError(f"{field} {path} does not exist; check the path")
-    files = sorted(_data_files(path)) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(
+            file for file in path.iterdir() if is_data_file(file.name) and file.is_file()
+        )
     if not files:
         raise DataError(f"{field} {path} holds no {', '.join(DATA_SUFFIXES)} file; add one")
     unknown = [file for file in files if data_suffix(file.name) is None]
@@ -164,10 +168,6 @@ class HubRows:
 
 
 Rows = FileRows | HubRows
-
-
-def _data_files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if is_data_file(file.name) and file.is_file()]
 
 
 def _read(file: Path) -> Iterator[Row]:

@@ -21,7 +21,10 @@ class TimerTraces:
 
     def __init__(self, run_dir: str, ranks: Iterable[int]) -> None:
         paths = {rank: stacks_path(run_dir, rank) for rank in ranks}
-        self._begins = {rank: (path, _size(path)) for rank, path in paths.items()}
+        self._begins = {
+            rank: (path, path.stat().st_size if path.exists() else 0)
+            for rank, path in paths.items()
+        }
 
     def path_if_ended(self, rank: int) -> Path | None:
         """Return the stack file of a rank that was ended by its timer, or None."""
@@ -32,7 +35,3 @@ class TimerTraces:
                 return path if _HEAD_OF_TIMER in file.read() else None
         except FileNotFoundError:
             return None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

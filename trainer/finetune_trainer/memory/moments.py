@@ -12,9 +12,8 @@ def moment_nbytes(weight: Weight, shards: int, optimizer: str) -> int:
     if optimizer == "adamw":
         return 2 * share + 4
     count, block = share // weight.itemsize, block_of(weight)
-    if block is None:
-        return 2 * 4 * count + 4
-    return 2 * (count + 4 * count // block) + 4
+    moment = 4 * count if block is None else count + 4 * count // block
+    return 2 * moment + 4
 
 
 def block_of(weight: Weight) -> int | None:

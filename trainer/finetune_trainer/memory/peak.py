@@ -147,7 +147,7 @@ class _Step:
     # ---- moments
 
     def at_gathering(self, weights: tuple[Weight, ...], activations: int) -> dict[str, int]:
-        """Return the parts while FSDP copies from its buffer; the previous buffer remains."""
+        """Return the parts while FSDP copies gathered weights, when two of its buffers exist."""
         return {
             **self.static(),
             **self.earlier_gradients(),

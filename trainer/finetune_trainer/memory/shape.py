@@ -190,7 +190,10 @@ def _layer(layer: "nn.Module", hidden: int, *, bits: int) -> Layer:
         if type(module).__name__.endswith(("Norm", "NormGated")) and module._parameters
     ]
     full_width = [
-        m for n, m in norms if _width(m) == hidden and not n.endswith(("q_norm", "k_norm"))
+        module
+        for name, module in norms
+        if max(p.numel() for p in module.parameters()) == hidden
+        and not name.endswith(("q_norm", "k_norm"))
     ]
     outs = [p.outputs for p in attention]
     return Layer(
@@ -228,10 +231,6 @@ def _product(module: "nn.Module", *, bits: int) -> Product | None:
 def _plain(module: Any) -> Any:
     """Return the layer inside an adapter, or the module itself."""
     return module.base_layer if hasattr(module, "base_layer") else module
-
-
-def _width(module: "nn.Module") -> int:
-    return max(p.numel() for p in module.parameters())
 
 
 def _weights(module: "nn.Module | None") -> tuple[Weight, ...]:

@@ -86,9 +86,7 @@ def keep_attention(base: Any) -> None:
 
     @wraps(attend)
     def attend_once(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dropout"):
-            return attend(*args, **kwargs)
-        return _run(attend, *args, **kwargs)
+        return attend(*args, **kwargs) if kwargs.get("dropout") else _run(attend, *args, **kwargs)
 
     attend_once.is_kept = True  # type: ignore[attr-defined]
     AttentionInterface.register(name, attend_once)

@@ -147,7 +147,8 @@ def use_newest_flash(card: Card, warn: Callable[[str], None]) -> str | None:
 
 def _card_fault(dtype: torch.dtype, card: Card) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash attention computes in bf16 and fp16, not in {_plain(dtype)}"
+        name = {torch.float32: "fp32", torch.float64: "fp64"}.get(dtype, str(dtype))
+        return f"flash attention computes in bf16 and fp16, not in {name}"
     return _too_old(card)
 
 
@@ -167,7 +168,3 @@ def _too_old(card: Card) -> str | None:
     if card.capability >= _FIRST_CARD:
         return None
     return "this GPU has compute capability {}.{}, it needs 8.0".format(*card.capability)
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.float64: "fp64"}.get(dtype, str(dtype))

@@ -327,9 +327,7 @@ class Telemetry:
     @property
     def idle_seconds(self) -> float:
         """Time since the last report; 0 in phases that report only at their end."""
-        if self.progress.phase in _SILENT:
-            return 0.0
-        return self._shared.idle_seconds
+        return 0.0 if self.progress.phase in _SILENT else self._shared.idle_seconds
 
     @property
     def is_stepping(self) -> bool:

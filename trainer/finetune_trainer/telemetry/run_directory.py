@@ -48,7 +48,7 @@ class RunDirectory:
         except OSError as error:
             self._warn(
                 f"{self._path} cannot be written ({error.strerror or error}); training continues, "
-                "and its reports are missing there until there is room"
+                "but this file lacks its reports until the disk has free space"
             )
             return False
         return True

@@ -27,7 +27,7 @@ case $_last in 127 | -1) ;; *) _code=$_last ;; esac
 exit "${_code-$_last}"
 """
 # The script works in dash, BusyBox and bash:
-# - A new child has the shell's traps until it drops them, and loses signals that arrive in between.
+# - A new child inherits the shell's traps and loses signals that arrive before it resets them.
 #   It therefore reports itself (USR1) when a signal would end it or its program.
 # - bash runs a trap at the very start of `wait` without leaving `wait`, and runs none after that.
 #   USR1, which arrives at this moment, is therefore awaited before `wait`: for 1 ms, during which

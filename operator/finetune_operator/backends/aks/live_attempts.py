@@ -169,9 +169,8 @@ class LiveAttempts:
     async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
         """Return the batch Job, if it has the uid in the handle."""
         batch_job = await self._children.batch_job(name)
-        if batch_job is None or batch_job["metadata"]["uid"] != handle.uid:
-            return None
-        return batch_job
+        is_owned = batch_job is not None and batch_job["metadata"]["uid"] == handle.uid
+        return batch_job if is_owned else None
 
     async def _with_rank_zero(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]

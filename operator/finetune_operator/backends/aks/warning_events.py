@@ -79,12 +79,13 @@ class WarningEvents:
 
 async def _read(client: KubeClient, namespace: str) -> Mapping[str, list[Object]]:
     # Only warnings are listed: a burst of healthy jobs causes thousands of Normal Events.
-    listing = await client.list(EVENTS, namespace, field_selector="type=Warning", trim=_trim)
+    listing = await client.list(
+        EVENTS,
+        namespace,
+        field_selector="type=Warning",
+        trim=lambda event: {key: event[key] for key in _KEPT if key in event},
+    )
     found: dict[str, list[Object]] = defaultdict(list)
     for event in listing.items:
         found[event["involvedObject"].get("uid", "")].append(event)
     return found
-
-
-def _trim(event: Object) -> Object:
-    return {key: event[key] for key in _KEPT if key in event}

@@ -90,7 +90,8 @@ def read_dump(pickled: bytes) -> Dump:
         version = str(found["version"])
         if version.partition(".")[0] != _MAJOR:
             raise UnknownDumpError(f"version {version} is not supported; {_MAJOR}.x is")
-        sizes = {str(name): _num_ranks(one) for name, one in found["pg_config"].items()}
+        groups = found["pg_config"].items()
+        sizes = {str(name): len(re.findall(r"\d+", group["ranks"])) for name, group in groups}
         progress = {
             str(group): (
                 int(one["last_enqueued_collective"]),
@@ -159,7 +160,3 @@ def _sum(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:
     if any(one not in _WIDTHS for one in types):
         return None
     return sum(prod(size) * _WIDTHS[one] for size, one in zip(sizes, types, strict=True))
-
-
-def _num_ranks(group: Mapping[str, str]) -> int:
-    return len(re.findall(r"\d+", group["ranks"]))

@@ -50,7 +50,7 @@ class NodeRanks:
     def __init__(
         self, folder: Path, ranks: Sequence[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Prepare; `clock` is the clock of `Word.SEEN_AT`."""
+        """Open no file yet; `clock` must be the clock that writes `Word.SEEN_AT`."""
         self._folder = folder
         self._ranks = ranks
         self._clock = clock

@@ -205,10 +205,6 @@ def _one(name: str, read: Callable[[Any], float], unit: float = 1, *labels: str)
     return lambda handle: [(name, labels, read(handle) * unit)]
 
 
-def _temperature(handle: Any) -> float:
-    return float(nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU))
-
-
 Question = Callable[[Any], list[Value]]
 """Query the driver for one GPU; raises NVMLError if there is no response."""
 
@@ -218,7 +214,12 @@ _QUESTIONS: tuple[Question, ...] = (
     _one("power_watts", nv.nvmlDeviceGetPowerUsage, 1e-3),
     _one("power_limit_watts", nv.nvmlDeviceGetEnforcedPowerLimit, 1e-3),
     _one("energy_joules_total", nv.nvmlDeviceGetTotalEnergyConsumption, 1e-3),
-    _one("temperature_celsius", _temperature, 1, "core"),
+    _one(
+        "temperature_celsius",
+        lambda handle: float(nv.nvmlDeviceGetTemperature(handle, nv.NVML_TEMPERATURE_GPU)),
+        1,
+        "core",
+    ),
     _clock("sm", nv.NVML_CLOCK_SM),
     _clock("memory", nv.NVML_CLOCK_MEM),
     _ecc("corrected", nv.NVML_MEMORY_ERROR_TYPE_CORRECTED),

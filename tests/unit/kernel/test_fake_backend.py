@@ -9,9 +9,9 @@ import pytest
 
 from finetune_operator.backends.base import Attempt, Backend
 from finetune_operator.errors import TransientError
-from finetune_operator.testing.fake import PREEMPTED, RUNNING, FakeBackend, ended
 from finetune_operator.testing.suite import BackendSuite, Harness
 from support.api.builders import job, planned, ref_to
+from support.kernel.fake_backend import PREEMPTED, RUNNING, FakeBackend, ended
 from support.reconcile.decisions import START
 
 
