@@ -34,8 +34,8 @@ run-azureml: install quickstart-assets  ## Fine-tune it on a stand-in for Azure 
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/azureml/walk_azureml.py
 
 # A file's tests run one after the other on one worker, the longest files first
-# (CONTRIBUTING.md, 0005-two-test-runs.md). Containers often tell Python to
-# keep no compiled code, and each of hundreds of processes would compile ours anew.
+# (CONTRIBUTING.md). Containers often tell Python to
+# store no bytecode; each of hundreds of processes would then compile our modules.
 PYTEST := $(OFFLINE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: install quickstart-assets  ## Run what each change must pass, in minutes (PYTEST_ARGS="-k words")

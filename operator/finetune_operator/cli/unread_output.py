@@ -1,6 +1,6 @@
 """Follow a job until it ends or standard output can no longer be written.
 
-A closed pipe is like a closed terminal (docs/decisions/0002): `ftctl` ends, and training continues.
+A closed pipe is like a closed terminal (docs/decisions/0044): `ftctl` ends, and training continues.
 `ftctl run` calls it.
 """
 

@@ -1,7 +1,7 @@
 """Address and credentials of the cluster: $KUBECONFIG, a service account, or ~/.kube/config.
 
 Requests do not use the package kubernetes, whose classes cost several times as much CPU time. Only
-a kubeconfig with an auth-provider needs the package (docs/decisions/0067).
+a kubeconfig with an auth-provider needs the package (docs/decisions/0064).
 """
 
 import os

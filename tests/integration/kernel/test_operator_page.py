@@ -13,6 +13,8 @@ from support.telemetry.node_pages import ask
 
 QUICK: dict[str, Any] = {"lease_seconds": 3, "renew_deadline_seconds": 2, "renew_seconds": 0.5}
 JOB = {"finetunejob": "tiny"}
+BACKEND = {"backend": "configmap"}
+SUCCEEDED = BACKEND | {"phase": "Succeeded"}
 
 
 def page_of(operator: OperatorProcess) -> OperatorPage:
@@ -85,7 +87,9 @@ def test_a_new_leader_goes_on_from_the_ledger_of_one_that_was_killed(api: Api) -
             assert {name: one for name, one in restarts.items() if one} == {"WorkerLost": 1}
             api.play(namespace, "tiny-2", phase="Succeeded", code="0", gone="yes")
             wait_until(lambda: api.phase(namespace) == "Succeeded", 20)
+            # The operator counts an end after it has written the status.
+            wait_until(lambda: page_of(second).value(catalogue.ENDS, **SUCCEEDED), 20)
             done = page_of(second).values(catalogue.WALLCLOCK, "category", **JOB)
             assert done == page_of(second).values(catalogue.WALLCLOCK, "category", **JOB)
-            ended = page_of(second).values(catalogue.ENDED_WALLCLOCK, "category")
+            ended = page_of(second).values(catalogue.ENDED_WALLCLOCK, "category", **BACKEND)
             assert {name: one for name, one in ended.items() if one} == done

@@ -98,7 +98,7 @@ class Process:
                 try:
                     return self.looks.observe(self.ref)
                 except TransientError as error:
-                    if "not asked" not in str(error):
+                    if "not observed" not in str(error):
                         raise
                     await asyncio.sleep(0.02)
 
