@@ -1,5 +1,7 @@
 """Under FSDP no rank's device holds the whole base, also in 4 bits or with float8 products."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -7,6 +9,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -44,6 +47,28 @@ class Alive(TorchDispatchMode):
                 self._storages.add(one.untyped_storage())
         self.most = max(self.most, sum(storage.nbytes() for storage in self._storages))
         return result
+
+
+@contextmanager
+def copies_of_cuda() -> Iterator[list[int]]:
+    """Let `torch._foreach_copy_` rewrite NaNs of 16-bit floats, as its CUDA kernel does.
+
+    The kernel converts each element to fp32 and back, and a NaN becomes 0x7FFF
+    (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu). Yields the number of rewritten elements.
+    """
+    copy, rewritten = torch._foreach_copy_, [0]
+
+    def as_on_cuda(targets, sources, *args):
+        copy(targets, sources, *args)
+        for target in targets:
+            if target.dtype in (torch.bfloat16, torch.float16):
+                is_nan = target.isnan()
+                rewritten[0] += int(is_nan.sum())
+                target.view(torch.int16)[is_nan] = 0x7FFF
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", as_on_cuda)
+        yield rewritten
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +125,12 @@ def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> 
     if whole_model is not None:
         assert not any("Float8" in type(part).__name__ for part in whole_model.modules())
     found = [(p.numel() * p.element_size(), local_bytes(p)) for p in module.parameters()]
+    loss = strategy.evaluate(inputs).item()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the next evaluation gathers the weights again
+    with copies_of_cuda() as rewritten:
+        loss_on_cuda = strategy.evaluate(inputs).item()
     wholes, parts = zip(*found, strict=True)
     result = {
         "loading": loading.most,
@@ -107,7 +138,9 @@ def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> 
         "whole": sum(wholes),
         "part": sum(parts),
         "largest": max(wholes),
-        "loss": strategy.evaluate(inputs).item(),
+        "loss": loss,
+        "loss with CUDA's copies": loss_on_cuda,
+        "NaNs": rewritten[0],
     }
     torch.save(result, folder / f"{world.rank}.pt")
 
@@ -155,6 +188,8 @@ def test_a_rank_holds_its_part_and_a_few_weights_at_most(
         expected = module(**inputs_of(Case("", {}), 0)).item()
     tolerance = 2e-3 if is_narrow else 1e-6
     assert [rank["loss"] for rank in ranks] == pytest.approx([expected] * 2, rel=tolerance)
+    assert [rank["loss with CUDA's copies"] for rank in ranks] == [rank["loss"] for rank in ranks]
+    assert [rank["NaNs"] for rank in ranks] == [0, 0]
 
 
 @pytest.mark.full

@@ -9,21 +9,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from finetune_trainer.model.quantize import stored_as
+
 
 def empty_copy(model: nn.Module) -> nn.Module:
     """Return a copy with parameters on the meta device; must be called before an engine shards."""
-    memo: dict[int, Tensor] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
+    memo: dict[int, Tensor] = {}
+    for p in model.parameters():
+        shape, dtype = stored_as(p)
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
-    empty = copy.deepcopy(model, memo)
-    for module in empty.modules():
+    skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
         if (
             scales := getattr(module, "quant_state", None)
         ) is not None:  # scales of a 4-bit layer are not buffers
             scales.to("cpu")
-    return empty
+    return skeleton
 
 
 def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
