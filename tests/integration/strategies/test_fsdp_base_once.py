@@ -33,7 +33,7 @@ NF4 = {"type": "qlora", "quantization": "nf4", "lora": {"r": 4}}
 
 
 class Alive(TorchDispatchMode):
-    """The most bytes that storages made meanwhile took at once."""
+    """The most bytes that new storages took at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Alive(TorchDispatchMode):
 
 @contextmanager
 def copies_of_cuda() -> Iterator[list[int]]:
-    """Let `torch._foreach_copy_` rewrite NaNs of 16-bit floats, as its CUDA kernel does.
+    """Let `torch._foreach_copy_` rewrite NaNs of 16-bit floats like its CUDA kernel.
 
     The kernel converts each element to fp32 and back, and a NaN becomes 0x7FFF
     (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu). Yields the number of rewritten elements.
