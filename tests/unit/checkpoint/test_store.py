@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,54 @@ def test_a_save_holds_the_state_as_it_was_when_save_was_called(tmp_path: Path) -
         open_store(tmp_path, resume_from=path).restore(found)
         assert tensors_differ(found, make_state(step, size=512)) == []
         assert len(found["trainer"]["answers"]) == step
+
+
+class CountedCuda:
+    """A stub of `torch.cuda` that records calls by thread, as (name, GPU of the thread)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int) -> None:
+        self.calls: dict[str, list[tuple[str, int]]] = {}
+        self._device = {threading.current_thread().name: device}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
+        monkeypatch.setattr(torch.cuda, "current_device", self.current_device)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def set_device(self, device: int) -> None:
+        self._device[threading.current_thread().name] = device
+        self._record("set_device")
+
+    def current_device(self) -> int:
+        return self._device.get(threading.current_thread().name, 0)  # CUDA begins with GPU 0
+
+    def current_stream(self) -> "CountedCuda":
+        self._record("current_stream")
+        return self
+
+    def synchronize(self) -> None:
+        self._record("synchronize")
+
+    def wait_stream(self, stream: "CountedCuda") -> None:
+        self._record("wait_stream")
+
+    def _record(self, name: str) -> None:
+        calls = self.calls.setdefault(threading.current_thread().name, [])
+        calls.append((name, self.current_device()))
+
+
+def test_threads_use_the_gpu_of_their_rank_and_wait_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = CountedCuda(monkeypatch, device=3)
+    save(tmp_path, 1)
+    snapshot = Snapshot()
+    snapshot.reserve(make_state(2))
+    snapshot.take(make_state(2))
+    mine = cuda.calls.pop(threading.current_thread().name)
+    assert set(mine) == {("synchronize", 3)}, "the copy to the host is complete"
+    assert cuda.calls == {"save": [("set_device", 3)], "reserve": [("set_device", 3)]}
 
 
 class LongToCopy(torch.Tensor):

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from pickle import UnpicklingError
@@ -62,19 +62,15 @@ class Snapshot:
         The thread copies the tensors while training may change them. That race is safe: this copy
         only warms the buffers.
         """
-        import torch
-
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
         # Listed before the thread starts: a dictionary that grows cannot be iterated.
         tensors = list(_tensors_in(state))
 
         def copy() -> None:
-            if device is not None:  # a new thread would open a context on GPU 0
-                torch.cuda.set_device(device)
             for name, tensor in tensors:
                 self._copy(tensor, name)
 
-        self._reserving = threading.Thread(target=copy, name="reserve", daemon=True)
+        work = on_this_gpu(copy)
+        self._reserving = threading.Thread(target=work, name="reserve", daemon=True)
         self._reserving.start()
 
     def take(self, state: State) -> State:
@@ -109,6 +105,21 @@ class Snapshot:
         if isinstance(value, DTensor):  # from_local would move the buffer to the mesh's device
             return DTensor(buffer, value._spec, requires_grad=False)
         return buffer
+
+
+def on_this_gpu(work: Callable[[], None]) -> Callable[[], None]:
+    """Return `work` for a new thread, with the GPU of this thread instead of GPU 0."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return work
+    device = torch.cuda.current_device()
+
+    def on_device() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return on_device
 
 
 def _tensors_in(value: Any, name: str = "") -> "Iterator[tuple[str, Tensor]]":
@@ -226,7 +237,8 @@ def _writer(folder: Path, step: int) -> Any:
             failpoint("saving", step)
             return written
 
-    writer = Writer(folder, sync_files=True, overwrite=False)
+    # With 0, DCP does not use its loader for GPUs, which waits for the stream of the training.
+    writer = Writer(folder, sync_files=True, overwrite=False, per_thread_copy_ahead=0)
     writer.fs = _without_rename()
     return writer
 

@@ -26,7 +26,7 @@ from finetune_trainer.checkpoint.agreement import (
 from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
 from finetune_trainer.checkpoint.retention import best
-from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, size_bytes
+from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, on_this_gpu, size_bytes
 from finetune_trainer.checkpoint.shared_hashes import SharedHashes
 from finetune_trainer.checkpoint.space import measure, refuse_small_disk
 from finetune_trainer.checkpoint.start import Start, prepare_start
@@ -330,7 +330,7 @@ class CheckpointStore:
 
         # A daemon thread: if a peer dies it may block in a collective for minutes, and the process
         # must still be able to exit.
-        threading.Thread(target=run, name="save", daemon=True).start()
+        threading.Thread(target=on_this_gpu(run), name="save", daemon=True).start()
         return future
 
     def _finish(self) -> None:
