@@ -7,9 +7,11 @@ changed.
 from collections.abc import Mapping
 
 from finetune_trainer.config import TrainConfig
+from finetune_trainer.data.cores import usable_cores
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
-_EXPANDS = "expandable_segments"
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_FEWEST_COMPILERS, _MOST_COMPILERS = 2, 32
 _DETERMINISTIC = {
     # Without it cuBLAS alternates between its own buffers (section 2.1.4 of its documentation).
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -23,11 +25,18 @@ def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[st
     if config.world.device != "cuda":
         return {}
     found = {}
+    # torch would round pinned tensors up to a power of two.
+    wanted = {"pinned_max_round_threshold_mb": "1"}
     if config.training.expandable_segments:
-        name = next((name for name in _ALLOCATOR if name in environ), _ALLOCATOR[0])
-        settings = environ.get(name, "")
-        if _EXPANDS not in settings:
-            found[name] = ",".join(filter(None, (settings, f"{_EXPANDS}:True")))
+        wanted["expandable_segments"] = "True"
+    name = next((name for name in _ALLOCATOR if name in environ), _ALLOCATOR[0])
+    settings = environ.get(name, "")
+    if missing := [f"{key}:{value}" for key, value in wanted.items() if key not in settings]:
+        found[name] = ",".join(filter(None, (settings, *missing)))
+    if _COMPILE_THREADS not in environ:
+        # Each rank would start up to 32 processes, also beyond the container's CPU limit.
+        cores = usable_cores() // config.world.nproc_per_node
+        found[_COMPILE_THREADS] = str(min(max(cores, _FEWEST_COMPILERS), _MOST_COMPILERS))
     if config.training.deterministic:
         found |= {name: value for name, value in _DETERMINISTIC.items() if name not in environ}
     return found

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GIB = 2**30
-_EXACT = "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1"
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -86,9 +85,8 @@ def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:
     raise ConfigError(
         f"spec.resources: {what} takes {_gib(needed)} of pinned host memory on each node "
         f"({ranks_on_node} ranks x {_gib(size)}), of which {_gib(free)} are free within the limit "
-        f"of the container. torch rounds each pinned tensor up to a power of two: set {_EXACT} "
-        "in the environment to disable that for large ones, use nodes or limits with more memory, "
-        f"more nodes with a strategy that shards, or {advice}"
+        "of the container; use nodes or limits with more memory, more nodes with a strategy that "
+        f"shards, or {advice}"
     )
 
 
