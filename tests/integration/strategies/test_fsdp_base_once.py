@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -16,10 +17,11 @@ from torch.utils._pytree import tree_iter
 
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.compile import compile_layers
 from finetune_trainer.model.float8 import check_float8, use_float8
 from finetune_trainer.model.load import is_loaded_once, load_device, load_model
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies import create
+from finetune_trainer.strategies import create, parallelize
 from support.checkpoint.checkpoint_fixtures import run_processes
 from support.launch.forked_ranks import attempt, numbers
 from support.launch.launches import train_config
@@ -108,6 +110,11 @@ def adapted(base: Any, config: TrainConfig) -> CausalLoss:
 
 def load_and_shard(group: "ProcessGroup", folder: Path, config: TrainConfig) -> None:
     """Do as `rank` does; tell loading, which rank 0 does in its host's memory, from sharding."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("scales are not pickled")
+
+    torch.distributed.broadcast_object_list = refuse
     world = world_of(group)
     place = load_device(config, world.rank, world.device)
     strategy = create(config, world)
@@ -190,6 +197,46 @@ def test_a_rank_holds_its_part_and_a_few_weights_at_most(
     assert [rank["loss"] for rank in ranks] == pytest.approx([expected] * 2, rel=tolerance)
     assert [rank["loss with CUDA's copies"] for rank in ranks] == [rank["loss"] for rank in ranks]
     assert [rank["NaNs"] for rank in ranks] == [0, 0]
+
+
+def train_eagerly_and_compiled(group: "ProcessGroup", folder: Path, config: TrainConfig) -> None:
+    """Train three steps with eager layers, then with layers that aot_eager compiles."""
+    from torch._dynamo.utils import counters
+
+    vars(parallelize)["compile_layers"] = partial(compile_layers, backend="aot_eager")
+    world, losses = world_of(group), []
+    for is_compiled in (False, True):
+        training = config.training.model_copy(update={"compile": is_compiled})
+        changed = config.model_copy(update={"training": training})
+        place = load_device(changed, world.rank, world.device)
+        strategy = create(changed, world)
+        strategy.prepare(adapted(load_model(changed, place, quantises=False), changed))
+        for _ in range(3):
+            loss = strategy.forward(inputs_of(Case("", {}), 0), is_last=True)
+            strategy.backward(loss, scale=1e-2)
+            strategy.step(1e-2, 1.0)
+            losses.append(loss.item())
+    graphs = counters["stats"]["unique_graphs"]
+    found = {"losses": losses, "breaks": dict(counters["graph_break"]), "graphs": graphs}
+    torch.save(found, folder / f"{world.rank}.pt")
+
+
+@pytest.mark.full
+def test_a_sharded_base_in_4_bits_compiles_without_a_graph_break(tmp_path: Path) -> None:
+    config = train_config(
+        tmp_path,
+        model={"path": str(deep_model(tmp_path / "model"))},
+        strategy={"type": "fsdp"},
+        method=NF4,
+        training={"precision": "bf16"},
+        output={"format": "adapter"},
+    )
+    assert run_processes(train_eagerly_and_compiled, tmp_path, config, world_size=2) == [0, 0]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["breaks"] == {}
+        assert found["graphs"] == 2, "the first layer's input needs no gradient"
+        assert found["losses"][3:] == pytest.approx(found["losses"][:3], rel=1e-5)
 
 
 @pytest.mark.full

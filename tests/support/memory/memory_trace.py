@@ -32,7 +32,7 @@ from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.prepare import prepare_model
-from finetune_trainer.model.quantize import disable_cpu_repacking
+from finetune_trainer.model.quantize import use_pure_products
 from finetune_trainer.strategies import adamw8bit, create
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.slots import Block
@@ -341,6 +341,8 @@ def _materialise(module: CausalLoss, buffer_of: Callable[[Tensor], Tensor]) -> N
                 data = torch.full(parameter.shape, 0.01, dtype=parameter.dtype)
                 made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             part._parameters[name] = made[parameter]
+            if hasattr(made[parameter], "quant_state"):
+                part.quant_state = made[parameter].quant_state  # type: ignore[attr-defined]
         for name, buffer in list(part._buffers.items()):
             if buffer is not None:
                 part._buffers[name] = buffer_of(buffer)
@@ -373,8 +375,9 @@ def in_four_bits(model: Any, config: TrainConfig) -> Any:
                         quant_type="nf4",
                         bnb_quantized=True,
                     )
+                    made.quant_state = made.weight.quant_state
                     setattr(part, name, made)
-    disable_cpu_repacking(model)
+    use_pure_products(model)
     model.is_loaded_in_4bit = True
     return model
 

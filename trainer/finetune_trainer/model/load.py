@@ -18,9 +18,9 @@ from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.completeness import refuse_random_weights
 from finetune_trainer.model.folder_advice import about_tokenizer, about_weights
 from finetune_trainer.model.quantize import (
-    disable_cpu_repacking,
     insert_unquantized_4bit_layers,
     quantization_config,
+    use_pure_products,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def load_model(
             refuse_random_weights(model, found, source.path)
         if quantization is not None and (device.type == "meta" or not quantises):
             insert_unquantized_4bit_layers(model, quantization)
-    disable_cpu_repacking(model)
+    use_pure_products(model)
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))
     model.train()

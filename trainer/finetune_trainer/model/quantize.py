@@ -6,6 +6,7 @@ weight of a layer. Head and embeddings are not quantised. No other module knows 
 """
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import TrainConfig
@@ -69,15 +70,29 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
     )
 
 
-def disable_cpu_repacking(model: "nn.Module") -> None:
-    """Prevent 4-bit layers on the CPU from repacking themselves in evaluation.
+def use_pure_products(model: "nn.Module") -> None:
+    """Replace the forward pass of 4-bit layers by the product alone, which changes no attribute.
 
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights of a layer in evaluation,
-    rounds their scales, and uses them from then on, also in training, without a gradient.
+    The forward pass of bitsandbytes 0.50 wraps a weight that FSDP gathered, which breaks a compiled
+    graph. On a CPU with AVX512-BF16 it repacks the weights of a layer in evaluation, rounds their
+    scales, and uses them from then on, also in training, without a gradient.
     """
+    if sys.modules.get("bitsandbytes") is None:
+        return  # so no layer has 4 bits
+    bnb: Any = importlib.import_module("bitsandbytes")
+
+    class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
+        """Reads the scales from the layer, because the weight that FSDP gathers has none."""
+
+        def forward(self, x: "Tensor") -> "Tensor":
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            state, given = self.quant_state, x.to(self.compute_dtype)
+            product: Tensor = bnb.matmul_4bit(given, self.weight, bias=bias, quant_state=state)
+            return product.to(x.dtype)
+
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        if type(module) is bnb.nn.Linear4bit:
+            module.__class__ = Linear4bit
 
 
 def insert_unquantized_4bit_layers(model: "PreTrainedModel", quantization: Any) -> None:
@@ -124,7 +139,6 @@ def broadcast_quant_states(
     theirs in host memory.
     """
     import torch
-    import torch.distributed as dist
 
     twins = dict(skeleton.named_modules()) if skeleton is not None else {}
     for name, layer in model.named_modules():
@@ -132,12 +146,29 @@ def broadcast_quant_states(
             continue
         from bitsandbytes.functional import QuantState
 
-        message: list[Any] = [layer.quant_state.as_dict(packed=True) if world.is_main else None]
-        if world.control_group is not None:
-            dist.broadcast_object_list(message, src=0, group=world.control_group)
-        layer.quant_state = QuantState.from_dict(message[0], device=world.device)
+        own = layer.quant_state.as_dict(packed=True) if world.is_main else {}
+        scales = _broadcast({key: part.cpu() for key, part in own.items()}, world)
+        layer.quant_state = QuantState.from_dict(dict(scales), device=world.device)
         if name in twins:
-            twins[name].quant_state = QuantState.from_dict(message[0], device=torch.device("cpu"))
+            twins[name].quant_state = QuantState.from_dict(scales, device=torch.device("cpu"))
+
+
+def _broadcast(tensors: "dict[str, Tensor]", world: "World") -> "dict[str, Tensor]":
+    """Broadcast rank 0's tensors in host memory as safetensors, without pickle; a collective."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load, save
+
+    if world.control_group is None:
+        return tensors
+    data = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, src=0, group=world.control_group)
+    if not world.is_main:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0, group=world.control_group)
+    received: dict[str, Tensor] = load(data.numpy().tobytes())
+    return received
 
 
 def move(model: "nn.Module", device: "torch.device") -> None:
