@@ -60,6 +60,7 @@ _HANG_PHRASES = (
 _SYSTEM_ERROR_OF_NCCL = "ncclsystemerror"
 _OF_THIS_NODE = ("shared memory", "/dev/shm", "no space left", "malloc failed", "mmap")
 _LAST_ERROR_OF_NCCL = "Last error:"
+_LOADING = "while the model was loaded"
 _OUT_OF_MEMORY_PHRASES = (
     "can't allocate memory",
     "cuda out of memory",
@@ -240,6 +241,16 @@ def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T
     return done[0]
 
 
+@contextmanager
+def loading_model() -> Iterator[None]:
+    """Mark errors for `classify`, which then names the loading instead of the batch."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_LOADING)
+        raise
+
+
 def preempted(stop: StopSignal, when: str = "without new state to save") -> Preempted:
     """Return the error with which every rank leaves."""
     return Preempted(f"stopped by {stop.reason or 'another rank'} {when}")
@@ -275,12 +286,19 @@ def classify(error: BaseException) -> Verdict:
         )
     text = str(error).lower()
     if is_out_of_memory(error):
-        return Verdict(
-            FailureClass.OUT_OF_MEMORY,
-            ExitCode.KILLED,
-            f"out of memory: {_sentence(error)}; lower spec.training.microBatchSize or "
-            "spec.training.maxSeqLength, or set spec.strategy.activationCheckpointing to full",
+        what, advice = (
+            "out of memory",
+            "lower spec.training.microBatchSize or spec.training.maxSeqLength, or set "
+            "spec.strategy.activationCheckpointing to full",
         )
+        if _LOADING in getattr(error, "__notes__", ()):
+            what, advice = (
+                f"out of memory {_LOADING}",
+                "use GPUs with more memory, spec.strategy.type fsdp on several GPUs, or "
+                "spec.method.quantization nf4",
+            )
+        message = f"{what}: {_sentence(error)}; {advice}"
+        return Verdict(FailureClass.OUT_OF_MEMORY, ExitCode.KILLED, message)
     if isinstance(error, RuntimeError) and any(phrase in text for phrase in _HANG_PHRASES):
         return Verdict(
             FailureClass.HUNG,

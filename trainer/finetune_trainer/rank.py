@@ -25,7 +25,7 @@ from finetune_trainer.config import (
     Termination,
     TrainConfig,
 )
-from finetune_trainer.control import Agreement, StopSignal, preempted, unless_stopped
+from finetune_trainer.control import Agreement, StopSignal, loading_model, preempted, unless_stopped
 from finetune_trainer.data.batch import MicroBatch, collate
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import TokenDataset, prepare
@@ -96,14 +96,16 @@ def run(
     )
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
+    with loading_model():
+        module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.liveness_barrier()  # collectives of the strategy could time out
     _report_model(config, world, telemetry, dataset, held_out, module)
     telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
-    strategy.prepare(module, warn_from_rank0)
+    with loading_model():
+        strategy.prepare(module, warn_from_rank0)
     telemetry.collectives.begin()
     first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
     _check_float8(config, module, strategy, world, first_batch)

@@ -22,7 +22,7 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
-from finetune_trainer.control import classify
+from finetune_trainer.control import classify, loading_model
 from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
@@ -295,9 +295,12 @@ def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):
     settings = json.loads((huge / "config.json").read_text())
     (huge / "config.json").write_text(json.dumps(settings | {"vocab_size": 10**13}))
     save_file({}, huge / "model.safetensors", {"format": "pt"})  # so all of it is made anew
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, loading_model():
         load_model(config(huge), CPU)
-    assert classify(caught.value).failure_class is FailureClass.OUT_OF_MEMORY
+    verdict = classify(caught.value)
+    assert verdict.failure_class is FailureClass.OUT_OF_MEMORY
+    assert verdict.message.startswith("out of memory while the model was loaded: ")
+    assert "spec.training.microBatchSize" not in verdict.message
 
 
 def test_the_base_name_is_one_that_another_machine_can_use(folder, tmp_path):
