@@ -205,6 +205,21 @@ def test_rows_of_any_length_that_are_trained_share_graphs():
     assert made[2:] == [made[2]] * 4
 
 
+def test_a_layer_of_several_graphs_causes_one_warning():
+    torch._dynamo.reset()
+    module = module_of("llama", "lora", "none")
+    warnings: list[str] = []
+    for layer in base_of(module.model).model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    compile_layers(
+        base_of(module.model), CPU, is_asked=True, warn=warnings.append, backend="aot_eager"
+    )
+    one_step(module, [64, 64])
+    one_step(module, [40, 40, 48])
+    (warning,) = warnings
+    assert warning.startswith("layers of LlamaForCausalLM do not compile in one graph, so steps ")
+
+
 def test_answers_and_the_probe_of_an_export_compile_no_graph(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -53,10 +53,11 @@ def compile_layers(
     torch._dynamo.config.optimize_ddp = False
     compile_backward_at_once()
     name, shapes = type(base).__name__, _Shapes()
+    report = _breaks_reported(name, warn)
     for layer in layers:
         layer.compile(backend=backend)
     for layer in layers:
-        _guard(layer, layers, name, shapes, is_asked=is_asked, warn=warn)
+        _guard(layer, layers, name, shapes, report, is_asked=is_asked, warn=warn)
 
 
 def _fault(
@@ -114,6 +115,7 @@ def _guard(
     layers: list[nn.Module],
     name: str,
     shapes: "_Shapes",
+    report: Callable[[], None],
     *,
     is_asked: bool,
     warn: Callable[[str], None],
@@ -126,7 +128,9 @@ def _guard(
     def call(*args: Any, **kwargs: Any) -> Any:
         shapes.mark(args, kwargs)
         try:
-            return compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
+            result = compiled(*args, **kwargs)  # type: ignore[misc]  # `compile` has set it
+            report()
+            return result
         except TorchDynamoException as error:
             fault = f"layers of {name} cannot be compiled ({reason_of(error)})"
             if is_asked:
@@ -137,6 +141,22 @@ def _guard(
             return layer._call_impl(*args, **kwargs)
 
     layer._compiled_call_impl = call
+
+
+def _breaks_reported(name: str, warn: Callable[[str], None]) -> Callable[[], None]:
+    """Return a function that warns once if a layer is compiled in more than one graph."""
+    from torch._dynamo.utils import counters
+
+    known: set[str] | None = set(counters["graph_break"])
+
+    def report() -> None:
+        nonlocal known
+        if known is not None and (new := counters["graph_break"].keys() - known):
+            known = None
+            reason = min(new).partition("\n")[0]
+            warn(f"layers of {name} do not compile in one graph, so steps take longer: {reason}")
+
+    return report
 
 
 def _without(fault: str) -> str:
