@@ -104,6 +104,41 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(packing: bool, tmp_p
         settled(tmp_path, model, [], packing=packing)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "influence", "is_packed"),
+    [
+        pytest.param("mixtral", 94, 0.035, True, id="rounding in many layers of experts"),
+        pytest.param("mixtral", 94, 0.06, False, id="as much as a leak"),
+        pytest.param("mixtral", 4, 0.035, False, id="few layers of experts"),
+        pytest.param("llama", 94, 0.035, False, id="no experts"),
+    ],
+)
+def test_experts_may_round_the_more_the_deeper_the_model_is(
+    name: str, layers: int, influence: float, is_packed: bool, tmp_path: Path
+) -> None:
+    model = tiny_model(tiny_settings(name))
+    isolate(model, torch.float32)
+    noise = 1e-3
+
+    def round_rows_differently(norm: Any, args: Any) -> Any:
+        (states,) = args
+        numbers = torch.Generator().manual_seed(0)
+        return (states + noise * states.std() * torch.randn(states.shape, generator=numbers),)
+
+    model.model.norm.register_forward_pre_hook(round_rows_differently)
+    module, evaluate = wrapped(model, torch.bfloat16)
+    config = train_config(tmp_path, training={"precision": "bf16"})
+    found = measure(module, evaluate, config, CPU)
+    noise *= influence / max(found.neighbours, found.later_tokens)
+    model.config.num_hidden_layers = layers
+    asked: dict[str, Any] = {"device": CPU, "any_rank": lambda vote: vote, "warn": pytest.fail}
+    if not is_packed:
+        with pytest.raises((ConfigError, pytest.fail.Exception)):
+            check_isolation(config, module, evaluate, **asked)
+    else:
+        assert check_isolation(config, module, evaluate, **asked).data.packing
+
+
 def test_measuring_leaves_modes_gradients_and_random_numbers_as_they_were(tmp_path: Path) -> None:
     model = family("gpt2", attn_pdrop=0.1).train()
     model.transformer.wte.eval()
