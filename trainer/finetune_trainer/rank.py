@@ -96,8 +96,7 @@ def run(
     )
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    with loading_model():
-        module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
+    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.liveness_barrier()  # collectives of the strategy could time out
@@ -300,7 +299,8 @@ def _load(
         _check_memory(config, world, int(dataset.lengths.max()))
     failpoint("loading")
     place = load_device(config, world.rank, world.device)
-    base = load_model(config, place, quantises=not is_loaded_once(config))
+    with loading_model():
+        base = load_model(config, place, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # same initial adapters on every rank
     model: nn.Module = choose_trained(base, config)
     return prepare_model(model, config, world.device, _warn_from_rank0(telemetry, world))
