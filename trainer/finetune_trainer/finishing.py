@@ -51,7 +51,8 @@ def export_model(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, .
     """Export the trained model from rank 0 and return the written paths."""
     telemetry = run.telemetry
     telemetry.phase(Phase.EXPORTING)
-    model = run.strategy.whole_model()  # a collective, so not interruptible
+    # An adapter is exported without the base. A collective, so not interruptible.
+    model = run.strategy.whole_model(trained_only=run.config.output.format == "adapter")
 
     def work() -> tuple[str, ...]:
         if model is None or run.fence is None:

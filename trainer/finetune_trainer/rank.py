@@ -38,6 +38,8 @@ from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import refuse_what_does_not_fit
+from finetune_trainer.memory.host import free_host_memory
+from finetune_trainer.memory.unsharded import choose_unsharded
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.families import resolve_packing
 from finetune_trainer.model.float8 import check_float8
@@ -158,8 +160,14 @@ def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: Sto
 def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
     """Refuse a configuration that does not fit into GPU memory, before the model is loaded."""
     if world.device.type == "cuda" and config.training.check_memory:
-        free, _ = torch.cuda.mem_get_info(world.device)
-        refuse_what_does_not_fit(config, free, row_tokens=row_tokens)
+        refuse_what_does_not_fit(config, _free_memory(config, world), row_tokens=row_tokens)
+
+
+def _free_memory(config: TrainConfig, world: World) -> int:
+    """Return the free bytes of this rank's device; of the host an equal share."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0]
+    return free_host_memory() // config.world.nproc_per_node
 
 
 def _resolve_config(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
@@ -169,7 +177,7 @@ def _resolve_config(config: TrainConfig, world: World, telemetry: Telemetry) -> 
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
         # The length of unpacked rows is known only after tokenising.
         _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
-    return config
+        return choose_unsharded(config, world.smallest(_free_memory(config, world)))
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:

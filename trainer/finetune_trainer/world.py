@@ -38,7 +38,7 @@ class World:
     Attributes:
         device: Device of this rank, `cuda:<local_rank>` or `cpu`.
         group: Default group, for gradients; NCCL on GPUs, gloo on CPUs.
-        control_group: gloo, for `control.Agreement` and `gather_objects` only, so that a vote in
+        control_group: gloo, for `control.Agreement` and values of the host only, so that a vote in
             flight never pairs with a training collective.
         checkpoint_group: gloo, only for the background thread of checkpoints, whose collectives
             would corrupt the collectives of training in the default group.
@@ -75,6 +75,17 @@ class World:
 
             dist.all_reduce(values, group=self.group)
         return values
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest `value` of all ranks; a collective in host memory."""
+        if self.control_group is None:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        values = torch.tensor(value)
+        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.control_group)
+        return int(values)
 
 
 def check_world_size(config: TrainConfig, launch: Launch | None) -> None:

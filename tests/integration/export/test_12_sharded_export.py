@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.export.merge import probe_logits
@@ -52,6 +53,10 @@ def with_adapter(config: TrainConfig) -> Any:
     return PeftModel.from_pretrained(load_model(config, CPU), adapter)
 
 
+def adapter_of(config: TrainConfig, folder: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.output.dir) / folder / "adapter_model.safetensors")
+
+
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
@@ -68,6 +73,10 @@ def test_what_ranks_share_is_exported_whole(inputs: Path, tmp_path: Path, strate
         name: settings(inputs, tmp_path / name, strategy, method)
         for name, method in methods.items()
     }
+    for name in [name for name in methods if name != "full"]:
+        alone = settings(inputs, tmp_path / f"{name}-alone", strategy, methods[name])
+        output = alone.output.model_copy(update={"format": "adapter"})
+        configs[f"{name}-alone"] = alone.model_copy(update={"output": output})
     codes = run_processes(
         export_from_ranks,
         tmp_path / "ranks",
@@ -80,6 +89,13 @@ def test_what_ranks_share_is_exported_whole(inputs: Path, tmp_path: Path, strate
         expected = probe_logits(trained_model(config))
         if name == "full":
             assert torch.equal(probe_logits(loaded(config)), expected)
+        elif name.endswith("-alone"):
+            written = adapter_of(config, "")
+            both = adapter_of(configs[name.removesuffix("-alone")], "adapter")
+            assert written.keys() == both.keys()
+            assert all(torch.equal(written[key], both[key]) for key in written)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in written.values())
+            assert int(Path(f"{config.output.dir}.gathered").read_text()) == size
         else:
             assert torch.equal(probe_logits(with_adapter(config)), expected)
             assert gap(probe_logits(loaded(config, "merged")), expected) <= 1e-4

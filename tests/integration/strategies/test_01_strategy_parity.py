@@ -17,9 +17,14 @@ from support.strategies.parity import (
 )
 
 DDP = {"type": "ddp"}
-RESHARDING = {"type": "fsdp", "reshard_after_forward": True, "prefetch": 1}
-KEEPING = {"type": "fsdp", "reshard_after_forward": False, "prefetch": 8}
-HYBRID = {"type": "fsdp", "replicas": 2}
+RESHARDING = {
+    "type": "fsdp",
+    "reshard_after_forward": True,
+    "reduce_each_micro_batch": False,
+    "prefetch": 1,
+}
+KEEPING = {**RESHARDING, "reshard_after_forward": False, "prefetch": 8}
+HYBRID = {"type": "fsdp", "replicas": 2, "reduce_each_micro_batch": False}
 FAMILIES = [
     Case("ddp-full", DDP),
     Case("ddp-lora", DDP, method="lora"),

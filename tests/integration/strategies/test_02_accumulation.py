@@ -9,11 +9,12 @@ import torch
 from finetune_trainer.world import World
 from support.strategies.parity import Case, Outcome, reference, train_case, train_cases, within_fp32
 
+UNREDUCED = {"type": "fsdp", "reduce_each_micro_batch": False}
 ALONE = Case("alone", {"type": "ddp"}, rows=8, steps=10)
 SHARED = [
     Case("ddp", {"type": "ddp"}, rows=16, steps=10),
-    Case("resharding", {"type": "fsdp", "reshard_after_forward": True}, rows=16, steps=10),
-    Case("keeping", {"type": "fsdp", "reshard_after_forward": False}, rows=16, steps=10),
+    Case("resharding", {**UNREDUCED, "reshard_after_forward": True}, rows=16, steps=10),
+    Case("keeping", {**UNREDUCED, "reshard_after_forward": False}, rows=16, steps=10),
     Case("reducing", {"type": "fsdp", "reduce_each_micro_batch": True}, rows=16, steps=10),
 ]
 MICRO_BATCH_SIZES = [1, *(pytest.param(size, marks=pytest.mark.full) for size in (8, 4, 2))]

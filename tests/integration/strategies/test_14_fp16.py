@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 OVERFLOWS, SAVED, STEPS = 2, 4, 7
+UNREDUCED = {"type": "fsdp", "reduce_each_micro_batch": False}
 CASES = [
     Case(name, strategy, method=method, precision="fp16", poison=(OVERFLOWS, 1))
     for name, strategy, method in (
         ("ddp", {"type": "ddp"}, "full"),
-        ("fsdp", {"type": "fsdp", "reshard_after_forward": True}, "full"),
-        ("fsdp-lora", {"type": "fsdp"}, "lora"),
+        ("fsdp", {**UNREDUCED, "reshard_after_forward": True}, "full"),
+        ("fsdp-lora", {**UNREDUCED, "reshard_after_forward": False}, "lora"),
         ("fsdp-reducing", {"type": "fsdp", "reduce_each_micro_batch": True}, "full"),
     )
 ]

@@ -23,8 +23,9 @@ KEPT_WHOLE = 100_000  # elements of the largest tensor that ZeRO-3 keeps on ever
 Bytes = dict[tuple[str, str], int]
 """Of a step, by operation and group."""
 
-_KEEPS: dict[str, Any] = {"type": "fsdp", "reshard_after_forward": False}
-_RESHARDS: dict[str, Any] = {"type": "fsdp", "reshard_after_forward": True}
+_FSDP: dict[str, Any] = {"type": "fsdp", "reduce_each_micro_batch": False}
+_KEEPS: dict[str, Any] = {**_FSDP, "reshard_after_forward": False}
+_RESHARDS: dict[str, Any] = {**_FSDP, "reshard_after_forward": True}
 TORCH = [
     Case("ddp", {"type": "ddp"}),
     Case("fsdp", _KEEPS),

@@ -89,7 +89,10 @@ def claimed_output(folder: Path, job: JobRef) -> Fence:
 
 
 def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainConfig]) -> None:
-    """Export each model as its strategy hands it over, before any step."""
+    """Export each model as its strategy hands it over, before any step.
+
+    Writes the bytes that rank 0 has gathered beside the output.
+    """
     from finetune_trainer.export import export
     from finetune_trainer.model.load import load_device, load_tokenizer
     from finetune_trainer.model.loss import CausalLoss
@@ -101,7 +104,8 @@ def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainCo
         strategy = create(config, world)
         device = load_device(config, world.rank, world.device)
         strategy.prepare(CausalLoss(trained_model(config, device=device.type)))
-        whole = strategy.whole_model()
+        is_adapter = config.output.format == "adapter"
+        whole = strategy.whole_model(trained_only=is_adapter)
         if whole is not None:
             tokenizer = load_tokenizer(config.model)
             export(
@@ -112,4 +116,7 @@ def export_from_ranks(group: "ProcessGroup", folder: Path, configs: list[TrainCo
                 progress=PROGRESS,
                 warn=print,
             )
+            gathered = [p for p in whole.parameters() if not p.is_meta]
+            size = sum(p.numel() * p.element_size() for p in gathered)
+            Path(f"{config.output.dir}.gathered").write_text(str(size))
         group.barrier().wait()

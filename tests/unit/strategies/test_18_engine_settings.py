@@ -97,8 +97,8 @@ def test_fsdp_is_built_as_configured(
         assert ("scaler" in strategy.state()) == (precision == "fp16")
 
 
-def test_layers_stay_gathered_between_micro_batches_where_memory_is_plenty() -> None:
-    case = Case("", {"type": "fsdp"})
+def test_retained_layers_stay_gathered_between_micro_batches() -> None:
+    case = Case("", {"type": "fsdp", "reshard_after_forward": False})
     with one_of(2) as world:
         strategy = prepared(case, FOLDER, world)
         strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)

@@ -256,22 +256,23 @@ def test_moments_take_about_a_byte_each_and_nothing_else_stays() -> None:
 def test_many_sums_in_bf16_are_warned_of(
     tmp_path: Path, strategy: str, batch: int, is_warned: bool
 ) -> None:
-    found, sums = said_of_sums(tmp_path, strategy, batch, free_bytes=0)
+    found, sums = said_of_sums(tmp_path, strategy, batch, is_reduced=True)
     assert ("of 65 micro-batches in bf16" in found) == is_warned
     assert sums == torch.bfloat16
 
 
 def test_whole_gradients_of_fsdp_are_added_up_in_fp32_and_nothing_is_warned(tmp_path: Path) -> None:
-    found, sums = said_of_sums(tmp_path, "fsdp", 130, free_bytes=1 << 40)
+    found, sums = said_of_sums(tmp_path, "fsdp", 130, is_reduced=False)
     assert found == ""
     assert sums is None, "not in the shards"
 
 
 def said_of_sums(
-    folder: Path, strategy: str, batch: int, free_bytes: int
+    folder: Path, strategy: str, batch: int, *, is_reduced: bool
 ) -> tuple[str, torch.dtype | None]:
     """Return what is warned of, and in what gradients of two micro-batches are added up."""
-    case = Case("", {"type": strategy}, precision="bf16")
+    reduced = {"reduce_each_micro_batch": is_reduced} if strategy == "fsdp" else {}
+    case = Case("", {"type": strategy, **reduced}, precision="bf16")
     config = case_config(case, folder, 2 if strategy == "fsdp" else 1)
     changes = {"optimizer": "adamw8bit", "global_batch_size": batch, "micro_batch_size": 1}
     training = config.training.model_copy(update=changes)
@@ -284,7 +285,7 @@ def said_of_sums(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         world = World(0, 0, 2, CPU, dist.group.WORLD, None, None)
-        made = FsdpStrategy(config, world, free_memory=lambda: free_bytes)
+        made = FsdpStrategy(config, world)
         return _two_sums(made, module, case, said)
     finally:
         dist.destroy_process_group()
@@ -298,28 +299,6 @@ def _two_sums(
         strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
     gradients = (weight.grad for weight in strategy.model.parameters())
     return "".join(said), next((one.dtype for one in gradients if one is not None), None)
-
-
-@pytest.mark.parametrize(("optimizer", "is_kept"), [("adamw8bit", True), ("adamw", False)])
-def test_fsdp_counts_what_these_moments_take(tmp_path: Path, optimizer: str, is_kept: bool) -> None:
-    case = Case("", {"type": "fsdp"}, precision="bf16")
-    model = build_model(case)
-    trained = sum(parameter.numel() for parameter in model.parameters())
-    config = case_config(case, tmp_path, 2)
-    training = config.training.model_copy(update={"optimizer": optimizer})
-    config = config.model_copy(update={"training": training})
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        world = World(0, 0, 2, CPU, dist.group.WORLD, None, None)
-        # Half of what is free, 5 bytes a parameter, may be used: by 2 of gathered weights, and by
-        # this rank's half of 5 or 12 bytes of gradients and moments.
-        strategy = FsdpStrategy(config, world, free_memory=lambda: 2 * 5 * trained)
-        strategy.prepare(CausalLoss(model.bfloat16() if optimizer == "adamw8bit" else model))
-        strategy.backward(strategy.forward(inputs_of(case, 0), is_last=False), scale=1.0)
-        weights = strategy.model.parameters()
-        assert (not any(isinstance(weight, DTensor) for weight in weights)) == is_kept
-    finally:
-        dist.destroy_process_group()
 
 
 def test_parameters_in_fp32_are_refused() -> None:

@@ -38,6 +38,8 @@ def refuse_what_does_not_fit(
     if config.strategy.type.startswith("zero"):
         return None
     shapes = _Shapes(shape_of or read_shape_of)
+    if not shapes.of(config).layers:
+        return None
     peak = shapes.peak(config, row_tokens)
     if peak.nbytes <= free:
         return peak
@@ -71,12 +73,16 @@ class _Shapes:
         self._read = read
         self._known: dict[tuple[Any, ...], ModelShape] = {}
 
-    def peak(self, config: TrainConfig, row_tokens: int) -> Peak:
+    def of(self, config: TrainConfig) -> ModelShape:
         training = config.training
         key = (config.method.model_dump_json(), training.optimizer, training.precision)
         if key not in self._known:
             self._known[key] = self._read(config)
-        return step_peak(self._known[key], config, tokens=training.micro_batch_size * row_tokens)
+        return self._known[key]
+
+    def peak(self, config: TrainConfig, row_tokens: int) -> Peak:
+        tokens = config.training.micro_batch_size * row_tokens
+        return step_peak(self.of(config), config, tokens=tokens)
 
 
 def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:

@@ -72,11 +72,15 @@ class Strategy(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Apply the values that a restore wrote into the tensors of `state`."""
 
-    def whole_model(self) -> nn.Module | None:
+    def whole_model(self, *, trained_only: bool = False) -> nn.Module | None:
         """Return the unwrapped, unsharded model on rank 0 and None elsewhere; a collective.
 
         For sample generation and export. The model may share weights with the trained one, so
         callers must not change it.
+
+        Args:
+            trained_only: A sharding strategy gathers trained parameters alone; frozen ones are on
+                the meta device.
         """
 
     @property

@@ -59,7 +59,7 @@ class DdpStrategy(NativeStrategy):
     def load_state(self, state: dict[str, Any]) -> None:
         """Do nothing: a restore has written into the live tensors."""
 
-    def whole_model(self) -> nn.Module | None:
+    def whole_model(self, *, trained_only: bool = False) -> nn.Module | None:
         """Return the model on rank 0; every rank has the whole model."""
         return self.model if self._world.is_main else None
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,19 +23,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
-from finetune_trainer.gpu import free_memory
 from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse_pinning
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.quantize import broadcast_quant_states, stored_as
 from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, set_prefetch
-from finetune_trainer.strategies.fsdp_room import (
-    SHARE_OF_FREE_MEMORY,
-    Sizes,
-    Unsharded,
-    choose_unsharded,
-)
 from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
@@ -47,17 +39,16 @@ from finetune_trainer.world import World, gather_objects, set_group_timeouts
 class FsdpStrategy(NativeStrategy):
     """`torch.distributed.fsdp.fully_shard` on every group, and on the loss module."""
 
-    def __init__(
-        self, config: TrainConfig, world: World, free_memory: Callable[[], int] | None = None
-    ) -> None:
-        """Create the mesh; `free_memory` returns the free bytes for this rank."""
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        """Create the mesh; settings of `config.strategy` that are None shard everything."""
         super().__init__(config, world)
-        self._free_memory = free_memory or self._measure
         self._mesh = _mesh(config, world)
         self._groups: Groups
         self._sharded: list[FSDPModule]
         self._skeleton: nn.Module | None = None
-        self._unsharded = Unsharded(weights=False, gradients=False)
+        self._retains_weights = config.strategy.reshard_after_forward is False
+        accumulates = config.gradient_accumulation_steps > 1
+        self._retains_gradients = accumulates and config.strategy.reduce_each_micro_batch is False
 
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Shard the module, create the optimizer, and verify the result against the config.
@@ -83,11 +74,10 @@ class FsdpStrategy(NativeStrategy):
         self._verify()
         shards = self._mesh["shard"].get_group()
         training, device = self._config.training, self._world.device
-        self._unsharded = self._choose_unsharded()
-        self._groups.arrange(retains_weights=self._unsharded.weights)
+        self._groups.arrange(retains_weights=self._retains_weights)
         set_prefetch(self._sharded[:-1], self._config.strategy.prefetch)
         self._optimizer = NativeOptimizer(self.model, training, device, shards, warn)
-        sentence = rounding_warning(self._config, adds_up_whole=self._unsharded.gradients)
+        sentence = rounding_warning(self._config, adds_up_whole=self._retains_gradients)
         if sentence is not None:
             warn(sentence)
 
@@ -97,11 +87,11 @@ class FsdpStrategy(NativeStrategy):
         Otherwise gradients are reduce-scattered after each micro-batch, and only the reduction over
         replicas waits for the last one.
         """
-        root, unsharded = self._sharded[-1], self._unsharded
-        root.set_requires_gradient_sync(is_last or not unsharded.gradients)
+        root = self._sharded[-1]
+        root.set_requires_gradient_sync(is_last or not self._retains_gradients)
         root.set_requires_all_reduce(is_last)
-        # If memory allows, weights are gathered once for all micro-batches of a step.
-        root.set_reshard_after_backward(is_last or not unsharded.weights)
+        # Retained weights are gathered once for all micro-batches of a step.
+        root.set_reshard_after_backward(is_last or not self._retains_weights)
         loss_sum: Tensor = self._module(**inputs)
         return loss_sum
 
@@ -115,11 +105,13 @@ class FsdpStrategy(NativeStrategy):
         """Free gathered weights: a restore has written into the shards, so they are stale."""
         self._reshard()
 
-    def whole_model(self) -> nn.Module | None:
+    def whole_model(self, *, trained_only: bool = False) -> nn.Module | None:
         """Return a copy in host memory on rank 0, gathered one tensor at a time."""
         self._reshard()
         weights = {}
         for name, parameter in self.model.named_parameters():
+            if trained_only and not parameter.requires_grad:
+                continue
             whole = parameter.detach().to(self._world.device)
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
@@ -192,33 +184,6 @@ class FsdpStrategy(NativeStrategy):
                 f"FSDP left {len(whole)} parameters (first {whole[:1]}) and {len(plain)} modules "
                 "unsharded; this version of torch cannot be used"
             )
-
-    def _choose_unsharded(self) -> Unsharded:
-        """Choose the tensors that stay unsharded between micro-batches; a collective."""
-        sum_size = 8 if self._config.training.precision == "fp64" else 4
-        item_size = 2 if self._config.training.precision in COMPUTE_DTYPES else sum_size
-        trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        # Bytes of gradient and two moments; 8-bit moments include their scales.
-        per_parameter = 5 if self._config.training.optimizer == "adamw8bit" else 3 * sum_size
-        sizes = Sizes(
-            state=per_parameter * trained // self._mesh["shard"].size(),
-            weights=item_size * sum(p.numel() for p in self._module.parameters()),
-            gradients=sum_size * trained,
-        )
-        accumulates = self._config.gradient_accumulation_steps > 1
-        return choose_unsharded(self._config.strategy, sizes, self._fits, accumulates=accumulates)
-
-    def _fits(self, size: int) -> bool:
-        """Whether `size` bytes are within the allowed share of free memory on every rank."""
-        fits = size <= self._free_memory() * SHARE_OF_FREE_MEMORY
-        agreed = torch.tensor(float(fits), device=self._world.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return bool(agreed.item())
-
-    def _measure(self) -> int:
-        if self._world.device.type == "cuda":
-            return free_memory(self._world.device)
-        return psutil.virtual_memory().available // self._config.world.nproc_per_node
 
     def _reshard(self) -> None:
         """Free the weights that an evaluation has left gathered."""

@@ -32,10 +32,12 @@ def empty_copy(model: nn.Module) -> nn.Module:
 def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the skeleton with `weights` in its own dtypes; tied weights stay tied.
 
-    Weights that already have the right dtype are not copied.
+    Weights that already have the right dtype are not copied. Parameters without a weight stay on
+    the meta device.
     """
     memo = {
         id(p): nn.Parameter(weights[name].to(p.dtype), requires_grad=p.requires_grad)
         for name, p in skeleton.named_parameters()
+        if name in weights
     }
     return copy.deepcopy(skeleton, memo)

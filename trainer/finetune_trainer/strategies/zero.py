@@ -115,11 +115,12 @@ class ZeroStrategy:
         """Write the restored values into the engine's shards; a collective."""
         zero_state.write(self._engine, self._trained(), state)
 
-    def whole_model(self) -> nn.Module | None:
+    def whole_model(self, *, trained_only: bool = False) -> nn.Module | None:
         """Return the model on rank 0, trained parameters in fp32; a copy is in host memory."""
         if not self._is_gathered:
             return self.model if self._world.is_main else None
-        gathered = zero_state.gather(self.model, keep=self._world.is_main)
+        parameters = self._trained() if trained_only else dict(self.model.named_parameters())
+        gathered = zero_state.gather(parameters, keep=self._world.is_main)
         if self._skeleton is None:
             return None
         return filled(self._skeleton, gathered).train(self.model.training)

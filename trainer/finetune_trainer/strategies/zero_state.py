@@ -94,15 +94,15 @@ def write(engine: Any, trained: Mapping[str, nn.Parameter], state: Mapping[str, 
         scaler.last_overflow_iter = scaler.cur_iter - 1 - int(read_back["good_steps"].item())
 
 
-def gather(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather a model's parameters into host memory, one at a time, trained parameters in fp32.
+def gather(parameters: Mapping[str, nn.Parameter], *, keep: bool) -> dict[str, Tensor]:
+    """Gather parameters into host memory, one at a time, trained parameters in fp32.
 
     All ranks take part; without `keep`, the result is empty.
     """
     from deepspeed import utils, zero
 
     gathered = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         is_divided = not parameter.requires_grad and hasattr(parameter, "ds_id")
         with zero.GatheredParameters([parameter], enabled=is_divided):
             trained = parameter.requires_grad

@@ -1,0 +1,175 @@
+"""FSDP leaves unsharded between micro-batches what the formula says fits, and nothing else."""
+
+import random
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.memory.check import read_shape_of, refuse_what_does_not_fit
+from finetune_trainer.memory.peak import step_peak
+from finetune_trainer.memory.shape import ModelShape
+from finetune_trainer.memory.unsharded import RESERVE_BYTES, choose_unsharded
+from support.launch.launches import train_config
+from support.memory.memory_setups import EIGHT_B, ONE_B
+
+GIB = 2**30
+MODELS = {"1b": ONE_B, "8b": EIGHT_B}
+METHODS = (("full", "adamw"), ("full", "adamw8bit"), ("lora", "adamw"))
+SHARDED, WEIGHTS, GRADIENTS, BOTH = (True, True), (False, True), (True, False), (False, False)
+
+
+def config_of(folder: Path, model: dict[str, Any] = ONE_B, **changed: Any) -> TrainConfig:
+    """Return full fine-tuning with FSDP of a model of which only `config.json` exists."""
+    LlamaConfig(**model, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
+    training = {
+        "precision": "bf16",
+        "global_batch_size": 16,
+        "micro_batch_size": 1,
+        **changed.pop("training", {}),
+    }
+    values = {
+        "world": {"nproc_per_node": 8},
+        "strategy": {"type": "fsdp", **changed.pop("strategy", {})},
+        "data": {"max_seq_len": 4096, **changed.pop("data", {})},
+        **changed,
+    }
+    return train_config(folder, training=training, **values)
+
+
+def chosen(config: TrainConfig, free: int, shape: ModelShape | None = None) -> tuple[Any, Any]:
+    """Return whether weights are resharded and gradients reduced per micro-batch."""
+    read = read_shape_of if shape is None else (lambda _: shape)
+    strategy = choose_unsharded(config, free, read).strategy
+    return strategy.reshard_after_forward, strategy.reduce_each_micro_batch
+
+
+def peak_of(config: TrainConfig, choice: tuple[bool, bool]) -> int:
+    """Return the bytes that a step takes with a choice."""
+    values = {"reshard_after_forward": choice[0], "reduce_each_micro_batch": choice[1]}
+    strategy = config.strategy.model_copy(update=values)
+    shape = read_shape_of(config)
+    return step_peak(shape, config.model_copy(update={"strategy": strategy})).nbytes
+
+
+def test_weights_have_priority_over_gradients(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    both, weights = (peak_of(config, choice) + RESERVE_BYTES for choice in (BOTH, WEIGHTS))
+    assert weights < both
+    assert chosen(config, both) == BOTH
+    assert chosen(config, both - 1) == WEIGHTS
+    assert chosen(config, weights) == WEIGHTS
+    assert chosen(config, weights - 1) == SHARDED
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({"reshard_after_forward": True}, SHARDED, id="weights resharded"),
+        pytest.param({"reshard_after_forward": False}, WEIGHTS, id="weights retained"),
+        pytest.param({"reduce_each_micro_batch": False}, GRADIENTS, id="gradients retained"),
+        pytest.param(
+            {"reshard_after_forward": False, "reduce_each_micro_batch": False}, BOTH, id="both"
+        ),
+    ],
+)
+def test_configured_values_stay_without_memory_for_them(
+    settings: dict[str, bool], expected: tuple[bool, bool], tmp_path: Path
+) -> None:
+    assert chosen(config_of(tmp_path, strategy=settings), free=0) == expected
+
+
+def test_gradients_stay_unsharded_where_weights_are_configured(tmp_path: Path) -> None:
+    config = config_of(tmp_path, strategy={"reshard_after_forward": True})
+    assert chosen(config, free=200 * GIB) == GRADIENTS
+
+
+def test_without_accumulation_no_gradient_waits_for_another_micro_batch(tmp_path: Path) -> None:
+    config = config_of(tmp_path, training={"global_batch_size": 8})
+    assert chosen(config, free=200 * GIB) == WEIGHTS
+
+
+def test_unknown_layers_are_sharded(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    shape = read_shape_of(config)
+    experts = ModelShape(**{**vars(shape), "layers": (unknown(shape), *shape.layers[1:])})
+    without_layers = ModelShape(**{**vars(shape), "layers": ()})
+    for one in (experts, without_layers):
+        assert chosen(config, free=200 * GIB, shape=one) == SHARDED
+    assert (
+        refuse_what_does_not_fit(config, 0, row_tokens=1, shape_of=lambda _: without_layers) is None
+    )
+
+
+def unknown(shape: ModelShape) -> Any:
+    """Return a layer whose MLP the formula does not know."""
+    layer = shape.layers[0]
+    return type(layer)(**{**vars(layer), "out_of_mlp": None})
+
+
+def test_eight_billion_parameters_on_eighty_gigabytes(tmp_path: Path) -> None:
+    """State and weights take half of the free memory here, which an earlier rule accepted."""
+    tokens = 13_312
+    config = config_of(tmp_path, EIGHT_B, data={"max_seq_len": tokens}, training={"compile": True})
+    free = 79 * GIB
+    refuse_what_does_not_fit(config, free, row_tokens=tokens)
+    choice = chosen(config, free)
+    assert peak_of(config, choice) + RESERVE_BYTES <= free
+    assert peak_of(config, BOTH) > free
+
+
+def test_no_choice_exceeds_the_free_memory(tmp_path: Path) -> None:
+    """500 random configurations that the memory check accepts."""
+    draw = random.Random(30)
+    shapes = {
+        (name, method, optimizer): read_shape_of(drawn(tmp_path, draw, name, method, optimizer))
+        for name, (method, optimizer) in product(MODELS, METHODS)
+    }
+    accepted = retained = 0
+    while accepted < 500:
+        name, (method, optimizer) = draw.choice(list(MODELS)), draw.choice(METHODS)
+        config = drawn(tmp_path, draw, name, method, optimizer)
+        shape, free = shapes[name, method, optimizer], draw.choice((24, 40, 80, 141)) * GIB
+        read = partial(_given, shape)
+        try:
+            tokens = config.data.max_seq_len
+            refuse_what_does_not_fit(config, free, row_tokens=tokens, shape_of=read)
+        except ConfigError:
+            continue
+        accepted += 1
+        resolved = choose_unsharded(config, free, read)
+        is_by_choice = any(
+            getattr(resolved.strategy, field) is False and getattr(config.strategy, field) is None
+            for field in ("reshard_after_forward", "reduce_each_micro_batch")
+        )
+        if is_by_choice:
+            retained += 1
+            assert step_peak(shape, resolved).nbytes + RESERVE_BYTES <= free, config.strategy
+    assert 100 < retained < 400
+
+
+def _given(shape: ModelShape, _: TrainConfig) -> ModelShape:
+    return shape
+
+
+def drawn(folder: Path, draw: random.Random, name: str, method: str, optimizer: str) -> TrainConfig:
+    """Return a random configuration of a model, a method and an optimizer."""
+    ranks, unset = draw.choice((2, 4, 8)), (None, None, True, False)
+    return config_of(
+        folder,
+        MODELS[name],
+        method={"type": method, **({"lora": {"r": 16}} if method == "lora" else {})},
+        world={"nproc_per_node": ranks},
+        strategy={
+            "activation_checkpointing": draw.choice(("none", "selective", "full")),
+            "reshard_after_forward": draw.choice(unset),
+            "reduce_each_micro_batch": draw.choice(unset),
+        },
+        data={"max_seq_len": draw.choice((1024, 4096, 16_384))},
+        training={"global_batch_size": ranks * draw.choice((1, 2, 8)), "optimizer": optimizer},
+    )
