@@ -51,7 +51,7 @@ from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.model.vocabulary import refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
-from finetune_trainer.resuming import notes_of, resume
+from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
@@ -184,6 +184,7 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     """Train from the newest checkpoint and export the model."""
     agreement, stop = run.agreement, run.stop
     first_step = resume(run)
+    keep_output_dtype(run, first_step)
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)

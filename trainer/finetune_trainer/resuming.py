@@ -4,6 +4,7 @@ Called by `rank`: the loop adds the notes to every save, and a resumed run resto
 first step.
 """
 
+from pathlib import Path
 from typing import Any
 
 from finetune_trainer.config import ContractModel, SampleAnswer
@@ -57,3 +58,30 @@ def resume(run: Run) -> int:
     if manifest.eval_loss is None and is_evaluation_due(run, manifest.step):
         run.patience.improves(evaluate(run, manifest.step))  # a stop had interrupted the evaluation
     return manifest.step
+
+
+def keep_output_dtype(run: Run, first_step: int) -> None:
+    """Export float32 from jobs that an earlier version began: that version always did so.
+
+    A file in the run directory marks jobs that began with `output.dtype`. The notes of a checkpoint
+    cannot, because earlier versions refuse unknown notes after a rollback.
+
+    Args:
+        run: The run, on every rank; only rank 0 exports.
+        first_step: Result of `resume`.
+    """
+    output, marker = run.config.output, Path(run.config.run_dir) / "output-dtype"
+    if not run.world.is_main or output.dtype is not None:
+        return
+    if first_step == 0 or not run.config.checkpoint.is_continued:
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        except OSError as error:
+            run.telemetry.warn(
+                f"{marker} cannot be written ({error.strerror or error}); later attempts of this "
+                "job export float32 unless spec.output.dtype is set"
+            )
+    elif not marker.exists() and run.config.method.type == "full":
+        kept = output.model_copy(update={"dtype": "float32"})
+        run.config = run.config.model_copy(update={"output": kept})

@@ -18,6 +18,7 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "2f78f945c8cd6a6c",
         "96101c3c64796ffb",
         "1f1abc858e01c143",
+        "44fab74958eb6b11",
     ),
     "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1", "157fd2c5fd3280ea"),
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
+from finetune_operator.api.v1alpha1.lifecycle import OutputDtype
 from finetune_operator.api.v1alpha1.method import MethodType, Quantization, StrategyType
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.api.v1alpha1.topology import Capacity
@@ -99,7 +100,9 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             allow_foreign=locations.allow_foreign,
             is_continued=attempt > 1 or (spec.take_over and resume != "none"),
         ),
-        output=trainer.OutputConfig(dir=locations.output_dir, format=_output_format(plan)),
+        output=trainer.OutputConfig(
+            dir=locations.output_dir, format=_output_format(plan), dtype=_output_dtype(plan)
+        ),
         telemetry=trainer.TelemetryConfig(
             metrics_port=spec.observability.metrics_port,
             metrics_host=locations.metrics_host,
@@ -246,3 +249,8 @@ def _output_format(plan: Plan) -> str:
     if output.format is not None:
         return output.format.value
     return "merged" if plan.job.spec.method.type is MethodType.FULL else "adapter"
+
+
+def _output_dtype(plan: Plan) -> str | None:
+    dtype = plan.job.spec.output.dtype
+    return None if dtype in (None, OutputDtype.AUTO) else dtype.value

@@ -30,7 +30,7 @@ def test_unsharded_gradients_take_four_bytes_per_parameter(held: dict[str, float
     assert held["unsharded"] == 4.0
 
 
-def test_reduced_gradients_leave_nothing_unsharded(held: dict[str, float]) -> None:
+def test_reduced_gradients_are_sharded(held: dict[str, float]) -> None:
     assert held["reduced"] == 0.0
 
 

@@ -1,4 +1,4 @@
-"""FSDP leaves unsharded between micro-batches what the formula says fits, and nothing else."""
+"""FSDP leaves tensors unsharded between micro-batches only if they fit by the formula."""
 
 import random
 from functools import partial

@@ -119,6 +119,14 @@ def test_full_fine_tuning_exports_the_whole_model_and_lora_the_adapter():
     assert derived().output.format == "adapter"
 
 
+def test_the_dtype_of_an_export_is_derived():
+    full = {"type": "full"}
+    assert derived(method=full).output.dtype is None
+    assert derived(method=full, output={"dtype": "auto"}).output.dtype is None
+    assert derived(method=full, output={"dtype": "float16"}).output.dtype == "float16"
+    assert derived(output={"format": "both", "dtype": "bfloat16"}).output.dtype == "bfloat16"
+
+
 def test_an_adapter_over_a_quantized_base_is_exported_as_an_adapter():
     assert derived(method={"type": "qlora"}).output.format == "adapter"
 

@@ -137,6 +137,20 @@ class OutputConfig(ContractModel):
 
     dir: str
     format: Literal["adapter", "merged", "both"] = "adapter"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="Of a whole model; None takes the dtype of the base model's files, or float32 "
+        "if less than 95 % of the update of full fine-tuning would survive the rounding.",
+    )
+
+    @model_validator(mode="after")
+    def _adapters_have_a_dtype_of_their_own(self) -> Self:
+        if self.format == "adapter" and self.dtype is not None:
+            raise ValueError(
+                f"spec.output.dtype {self.dtype} has no effect with spec.output.format adapter; "
+                "use merged or both, or remove it"
+            )
+        return self
 
 
 class TelemetryConfig(ContractModel):

@@ -7,16 +7,15 @@ weights, not with the original ones.
 
 import copy
 from collections.abc import Callable
-from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from finetune_trainer.errors import ExportError
+from finetune_trainer.export.dtype import copy_weights, refuse_overflow
 from finetune_trainer.model.adapters import adapt, in_format_of_base
 from finetune_trainer.model.attention import NAME as DOCUMENTS
 from finetune_trainer.model.evaluation_mode import in_evaluation_mode
-from finetune_trainer.model.quantize import full_weight
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,27 +39,31 @@ COPY_TOLERANCE, ROUNDED_COPY_TOLERANCE = 1e-3, 0.3
 LOST_EFFECT = 0.25
 
 
-def merged_copy(model: "PeftModel", warn: Callable[[str], None]) -> "PreTrainedModel":
+def merged_copy(
+    model: "PeftModel", wanted: str | None, warn: Callable[[str], None]
+) -> "PreTrainedModel":
     """Return a plain transformers model on the CPU with the adapters merged into its weights.
 
-    W + BA is computed in fp32, then rounded once to the dtype of the base. The logits are also
+    W + BA is computed in fp32, then rounded once. The logits are also
     compared in fp32: in bfloat16, the noise of a deep model's forward pass exceeds the effect of a
     small adapter. This takes 4 bytes of host memory per parameter.
 
     Args:
         model: Base and adapters, on any device, possibly quantised.
-        warn: Called if the dtype of the base is too coarse for the adapters' effect.
+        wanted: Name of the dtype of the result; by default the dtype of the base.
+        warn: Called if the dtype is too coarse for the adapters' effect.
 
     Raises:
         ExportError: merging changes the logits.
     """
     base = cast("PreTrainedModel", model.get_base_model())
-    dtype, precise_dtype = base.dtype, torch.promote_types(base.dtype, torch.float32)
-    is_exact = dtype == precise_dtype and not hasattr(base.config, "quantization_config")
+    dtype: torch.dtype = base.dtype if wanted is None else getattr(torch, wanted)
+    precise_dtype = torch.promote_types(base.dtype, torch.float32)
+    is_exact = base.dtype == precise_dtype and not hasattr(base.config, "quantization_config")
     precise = _precise_copy(model, precise_dtype)
     adapted = probe_logits(precise)
     copied = COPY_TOLERANCE if is_exact else ROUNDED_COPY_TOLERANCE
-    _require(_relative(probe_logits(model).cpu(), adapted), copied, dtype)
+    _require(_relative(probe_logits(model).cpu(), adapted), copied, base.dtype)
     with precise.disable_adapter():
         effect = _relative(probe_logits(precise), adapted)
     merged = cast("PreTrainedModel", precise.merge_and_unload(safe_merge=True))
@@ -120,11 +123,22 @@ def _precise_copy(model: "PeftModel", dtype: torch.dtype) -> "PeftModel":
     with no_init_weights():
         plain = rebuilt(cast("PreTrainedModel", model.get_base_model()), dtype)
     precise = adapt(plain, copy.deepcopy(model.peft_config["default"]))
-    with torch.no_grad():
-        for name, tensor in chain(precise.named_parameters(), precise.named_buffers()):
-            owner, _, leaf = name.rpartition(".")
-            tensor.copy_(full_weight(model.get_submodule(owner), leaf))
+    copy_weights(precise, model)
     return precise
+
+
+def cast_copy(model: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
+    """Return a copy on the CPU with parameters of another dtype.
+
+    Raises:
+        ExportError: a weight exceeds the range of the dtype.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        plain = rebuilt(model, dtype)
+    copy_weights(plain, model)
+    return plain
 
 
 def rebuilt(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
@@ -149,8 +163,9 @@ def rebuilt(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
 
 def _cast_parameters(model: "nn.Module", dtype: torch.dtype) -> None:
     """Cast only parameters: buffers, such as rotary frequencies, retain their precision."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)
+        refuse_overflow(name, parameter)
 
 
 def _relative(found: "Tensor", expected: "Tensor") -> float:

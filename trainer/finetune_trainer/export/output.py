@@ -84,8 +84,8 @@ def export(
 
     A single format is written directly to `output.dir`; two are written to `adapter/` and `merged/`
     below it. The adapter is written before the merge starts. If only the merged model was requested
-    and the merge fails, the adapter is written to `adapter/`. Weights retain the dtype of the
-    training. `model` is not changed; merging takes a second copy of it.
+    and the merge fails, the adapter is written to `adapter/`. An adapter retains the dtype of the
+    training. `model` is not changed; merging and another dtype take a second copy of it.
 
     Args:
         model: Trained model.
@@ -166,7 +166,7 @@ class _Write:
             if kind == "adapter":
                 _write_adapter(cast("PeftModel", self.model), folder, config)
             else:
-                _write_model(self.model, folder, self.max_shard_bytes, self.warn)
+                _write_model(self.model, folder, self.max_shard_bytes, config, self.warn)
             self.companions.write(kind, folder)
             for note in notes(config, kind):
                 self.warn(note)
@@ -184,19 +184,27 @@ def layout(config: TrainConfig) -> list[tuple[Kind, str]]:
 
 
 def _write_model(
-    model: "nn.Module", folder: Path, max_shard_bytes: int, warn: Callable[[str], None]
+    model: "nn.Module",
+    folder: Path,
+    max_shard_bytes: int,
+    config: TrainConfig,
+    warn: Callable[[str], None],
 ) -> None:
     from safetensors import SafetensorError
 
-    from finetune_trainer.export.merge import merged_copy, probe_logits
+    from finetune_trainer.export.dtype import choose_dtype
+    from finetune_trainer.export.merge import cast_copy, merged_copy, probe_logits
 
     is_adapted = hasattr(model, "peft_config")
     try:
         if is_adapted:
-            whole = merged_copy(cast("PeftModel", model), warn)
+            whole = merged_copy(cast("PeftModel", model), config.output.dtype, warn)
         else:
             whole = cast("PreTrainedModel", model)
-            probe_logits(model)  # refuses a model that has broken down
+            probe_logits(whole)  # refuses a model that has broken down
+            dtype = choose_dtype(whole, config, warn)
+            if dtype != whole.dtype:
+                whole = cast_copy(whole, dtype)
         whole.save_pretrained(folder, max_shard_size=max_shard_bytes)
     except (OSError, SafetensorError):
         raise  # a disk error, which another attempt may not encounter

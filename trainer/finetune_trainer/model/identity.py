@@ -116,6 +116,17 @@ def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
     return commit if _COMMIT.fullmatch(commit) else None
 
 
+def weight_files(config: ModelConfig) -> list[Path]:
+    """Return the weight files of a model that has been loaded, also from the hub's cache."""
+    from transformers.utils.hub import cached_file
+
+    folder = Path(config.path)
+    if not folder.is_dir():
+        revision = config.revision or "main"
+        folder = Path(cached_file(config.path, "config.json", revision=revision) or "").parent
+    return _weight_files(folder)
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files that transformers would load."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -131,6 +131,13 @@ class FineTuneJobSpec(ApiModel):
             field="output.format",
         ),
         Rule(
+            "self.method.type == 'full' || !has(self.output) || !has(self.output.dtype) || "
+            "self.output.dtype == 'auto' || "
+            "(has(self.output.format) && self.output.format != 'adapter')",
+            "has no effect on an adapter; set output.format to merged or both, or remove it",
+            field="output.dtype",
+        ),
+        Rule(
             "has(self.dataset.evalSource) || has(self.dataset.evalSplit) || "
             "!has(self.training.evalEverySteps)",
             "has no effect without held-out rows; set dataset.evalSource or dataset.evalSplit, or "

@@ -83,6 +83,15 @@ class OutputFormat(StrEnum):
     BOTH = "both"
 
 
+class OutputDtype(StrEnum):
+    """Dtype of an exported model."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 class OutputSpec(ApiModel):
     """Location and format of the trained model."""
 
@@ -92,6 +101,10 @@ class OutputSpec(ApiModel):
     format: OutputFormat | None = None
     """adapter, merged (adapter merged into the base model), or both; absent means adapter for lora
     and qlora, the whole model for full."""
+    dtype: OutputDtype | None = None
+    """Dtype of a whole model. auto, which is the default, takes the dtype of the base model's
+    files, or float32 if less than 95 % of the update of full fine-tuning would survive the
+    rounding."""
 
 
 class RestartAction(StrEnum):
