@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,17 @@ def run_config(
         world={"nproc_per_node": ranks},
         model={"path": str(inputs / "model")},
         data={"train": {"path": str(inputs / "train.jsonl")}, "max_seq_len": 64},
-        strategy={"type": strategy},
+        strategy=strategy_of(strategy, ranks),
         training={"max_steps": STEPS},
         checkpoint={"is_continued": is_continued},
     )
+
+
+def strategy_of(name: str, ranks: int) -> dict[str, Any]:
+    """Return a strategy; hybrid has two replicas if there are enough ranks."""
+    if name == "hybrid":
+        return {"type": "fsdp", "replicas": 2 if ranks == 4 else 1}
+    return {"type": name}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +63,7 @@ def losses(config: TrainConfig) -> dict[int, float]:
     [
         pytest.param("ddp", (1, 2, 4, 2, 1), id="ddp"),
         pytest.param("fsdp", (2, 4, 2, 1), id="fsdp", marks=pytest.mark.full),
+        pytest.param("hybrid", (4, 2, 4), id="fsdp with replicas", marks=pytest.mark.full),
     ],
 )
 def test_ranks_may_come_and_go_between_attempts(

@@ -25,6 +25,7 @@ from finetune_trainer.checkpoint.agreement import (
 )
 from finetune_trainer.checkpoint.cadence import Cadence
 from finetune_trainer.checkpoint.commit import Fingerprint, Manifest
+from finetune_trainer.checkpoint.division import own_part
 from finetune_trainer.checkpoint.retention import best
 from finetune_trainer.checkpoint.shards import Shards, State, TensorShards, on_this_gpu, size_bytes
 from finetune_trainer.checkpoint.shared_hashes import SharedHashes
@@ -165,7 +166,7 @@ class CheckpointStore:
             return time.perf_counter() - started
         self._failure = None
         self.cadence.restart()
-        copy = self._shards.take(_tensors_of(state))
+        copy = self._shards.take(self._own_part(state))
         trainer = json.dumps(state.get(TRAINER_SECTION, {}))
         draft = Manifest(
             job=self._job,
@@ -227,7 +228,7 @@ class CheckpointStore:
         """
         self._lineage, source, self.last, self.best = self._agree_on_start()
         if self.is_enabled:
-            self._shards.reserve(_tensors_of(state))
+            self._shards.reserve(self._own_part(state))
         if source is None:
             return None
         folder, manifest = source
@@ -283,12 +284,14 @@ class CheckpointStore:
         """
         if not self.is_enabled:
             return
-        refuse_pinning(
-            pinned_size(state), self._ranks_on_node, free_host_memory(), "a copy of the checkpoint"
-        )
+        pinned = pinned_size(self._own_part(state))
+        refuse_pinning(pinned, self._ranks_on_node, free_host_memory(), "a copy of the checkpoint")
         free, held = self._on_rank_0(lambda: measure(self._root))
         size, keep = size_bytes(state), self._config.keep
         refuse_small_disk(self._root, size=size, keep=keep, free=free, held=held)
+
+    def _own_part(self, state: State) -> State:
+        return own_part(_tensors_of(state), self._rank, self._world_size)
 
     def _agree_on_start(self) -> Start:
         """Choose the start and prepare the folder on rank 0; return or raise alike on all ranks."""
