@@ -41,6 +41,7 @@ from finetune_trainer.memory.check import refuse_what_does_not_fit
 from finetune_trainer.memory.host import free_host_memory
 from finetune_trainer.memory.unsharded import choose_unsharded
 from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.compiler import report_compilations
 from finetune_trainer.model.families import resolve_packing
 from finetune_trainer.model.float8 import check_float8
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
@@ -306,6 +307,8 @@ def _load(
     telemetry.phase(Phase.LOADING)
     if not config.data.packing:
         _check_memory(config, world, int(dataset.lengths.max()))
+    if config.training.compile:
+        report_compilations(telemetry.compiling)
     failpoint("loading")
     place = load_device(config, world.rank, world.device)
     with loading_model():

@@ -20,6 +20,13 @@ PEER_GRACE_SECONDS = 2.0
 # Default limit on GPUs. It is longer than any micro-batch, and shorter than the collectives'
 # timeout of 30 minutes, at which NCCL aborts the process without a stack.
 DEFAULT_HANG_SECONDS = 900.0
+# Once steps have been measured, the default limit is this many times their median, but not lower
+# than the least, because storage and schedulers pause healthy steps for minutes.
+STEPS_IN_LIMIT = 20
+LEAST_HANG_SECONDS = 300.0
+# The medians of two ranks differ by less than this share, so no rank ends before the others have
+# written their stacks.
+_GRACE_SHARE = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
@@ -27,20 +34,33 @@ class Limit(NamedTuple):
     """How long a rank may go without a report.
 
     Attributes:
+        seconds: The limit.
         is_of_steps: Whether the limit applies only to steps after the first, in which kernels are
             compiled. It then does not apply to work that a step waits for, such as a save or an
             evaluation.
+        least_seconds: If set, the limit falls to `STEPS_IN_LIMIT` times the median step, but not
+            below this.
     """
 
     seconds: float
     is_of_steps: bool
+    least_seconds: float | None = None
+
+    def current(self, telemetry: Telemetry) -> float:
+        """Return the limit in seconds after the steps so far."""
+        median = telemetry.median_step_seconds
+        if self.least_seconds is None or median is None:
+            return self.seconds
+        return min(self.seconds, max(self.least_seconds, STEPS_IN_LIMIT * median))
 
 
 def limit_of(config: TrainConfig) -> Limit | None:
     """Return the limit of a run; None if a rank may take any time."""
     if config.control.hang_seconds is not None:
         return Limit(config.control.hang_seconds, is_of_steps=False)
-    return Limit(DEFAULT_HANG_SECONDS, True) if config.world.device == "cuda" else None
+    if config.world.device != "cuda":
+        return None
+    return Limit(DEFAULT_HANG_SECONDS, is_of_steps=True, least_seconds=LEAST_HANG_SECONDS)
 
 
 def watch_progress(
@@ -55,16 +75,17 @@ def watch_progress(
     def watch() -> None:
         with stacks.open("a") as file:
             while True:
-                while (left := limit.seconds - idle.seconds()) > 0:
-                    _set_timer(limit, is_on=not idle.is_exempt, file_number=file.fileno())
-                    time.sleep(min(left, limit.seconds / 8, _LONGEST_PAUSE_SECONDS))
+                while (left := (seconds := limit.current(telemetry)) - idle.seconds()) > 0:
+                    later = seconds + 2 * _grace_of(seconds)
+                    _set_timer(later, is_on=not idle.is_exempt, file_number=file.fileno())
+                    time.sleep(min(left, seconds / 8, _LONGEST_PAUSE_SECONDS))
                 file.write(f"no progress for {idle.seconds():.0f} s\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
-                time.sleep(PEER_GRACE_SECONDS)
-                if idle.seconds() >= limit.seconds:  # otherwise the rank was only slow
+                time.sleep(_grace_of(seconds))
+                if idle.seconds() >= seconds:  # otherwise the rank was only slow
                     faulthandler.cancel_dump_traceback_later()
-                    end(_termination(telemetry, limit.seconds, stacks))
+                    end(_termination(telemetry, seconds, stacks))
                     return
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
@@ -90,10 +111,13 @@ class _Idle:
         return min(idle, now - self._exempt_at)
 
 
-def _set_timer(limit: Limit, *, is_on: bool, file_number: int) -> None:
+def _grace_of(seconds: float) -> float:
+    return max(PEER_GRACE_SECONDS, _GRACE_SHARE * seconds)
+
+
+def _set_timer(later: float, *, is_on: bool, file_number: int) -> None:
     """Restart the timer in C, which ends the process unless this thread restarts it again."""
     if is_on:
-        later = limit.seconds + 2 * PEER_GRACE_SECONDS
         faulthandler.dump_traceback_later(later, exit=True, file=file_number)
     else:
         faulthandler.cancel_dump_traceback_later()

@@ -178,7 +178,8 @@ class ControlConfig(ContractModel):
     hang_seconds: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="Longest time without progress before all stacks are dumped and it ends; "
-        "tokenising and exporting may take longer. On GPUs None means 900 s, for steps alone.",
+        "tokenising and exporting may take longer. On GPUs None means 20 times the median step, "
+        "300 to 900 s, for steps alone.",
     )
     collective_timeout_seconds: Annotated[int, Field(ge=1)] = Field(
         1_800,

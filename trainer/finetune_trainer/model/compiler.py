@@ -1,5 +1,7 @@
 """Control when torch's compiler compiles the backward pass, and explain its refusals."""
 
+from collections.abc import Callable
+
 from finetune_trainer.control import is_out_of_memory
 
 
@@ -24,3 +26,14 @@ def reason_of(error: Exception) -> str:
     if is_out_of_memory(cause):
         raise cause from error
     return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+
+def report_compilations(report: Callable[[bool], None]) -> None:
+    """Call `report` with True when torch begins to compile in this process, and with False after.
+
+    Both calls come from the thread that compiles.
+    """
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: report(True))
+    on_compile_end(lambda _: report(False))

@@ -89,6 +89,7 @@ class Telemetry:
         )
         self._changes: dict[str, Any] = {}  # of the progress, not yet applied
         self._total_steps: int | None = None
+        self._is_compiling = False
         self._pending: deque[tuple[StepReport, float]] = deque()  # shared with other threads
         self._reported_at = float("-inf")
         log_path = self._folder.log_of(rank)
@@ -116,9 +117,8 @@ class Telemetry:
         """Current state as one frozen value; complete on rank 0 only."""
         with self._lock:
             self._report_steps(self._clock())
-            if (
-                self._changes
-            ):  # computed on demand, because the state after most steps is never read
+            # Computed on demand, because the state after most steps is never read.
+            if self._changes:
                 self._progress = self._progress.model_copy(update=self._changes)
                 self._changes = {}
             return self._progress
@@ -333,7 +333,17 @@ class Telemetry:
     def is_stepping(self) -> bool:
         """Whether this rank is in a step after its first, outside of work that a step waits for."""
         is_training = self.progress.phase is Phase.TRAINING and self._start_up.is_over
-        return is_training and self.phases.phase not in _LONG
+        return is_training and self.phases.phase not in _LONG and not self._is_compiling
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Median of the last 100 steps; None before the tenth step."""
+        with self._lock:
+            return self._throughput.median_seconds_per_step
+
+    def compiling(self, is_on: bool) -> None:
+        """Report that torch compiles a graph on this rank, or has finished."""
+        self._is_compiling = is_on
 
     def release(self) -> None:
         """Stop writing into the run directory, which now belongs to a later attempt."""

@@ -1,5 +1,7 @@
 """The loop's report about an optimizer step, and averages derived from such reports."""
 
+from collections import deque
+from statistics import median
 from typing import NamedTuple, TypedDict
 
 from finetune_trainer.config.metrics import TimedPhase
@@ -8,6 +10,7 @@ from finetune_trainer.telemetry.phases import PhaseClock
 # Decay with which a step counts half after ten further steps: smooth enough to read, and quick to
 # show a change.
 _DECAY = 0.5 ** (1 / 10)
+_STEPS_OF_MEDIAN, _FEWEST_STEPS_OF_MEDIAN = 100, 10
 
 
 class StepReport(NamedTuple):
@@ -92,12 +95,14 @@ class Throughput:
         self._tokens = 0.0
         self._seconds = 0.0
         self._steps = 0.0
+        self._newest: deque[float] = deque(maxlen=_STEPS_OF_MEDIAN)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Count one step."""
         self._tokens = self._tokens * _DECAY + tokens
         self._seconds = self._seconds * _DECAY + seconds
         self._steps = self._steps * _DECAY + 1
+        self._newest.append(seconds)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -108,3 +113,8 @@ class Throughput:
     def seconds_per_step(self) -> float | None:
         """None before the first step."""
         return self._seconds / self._steps if self._steps > 0 else None
+
+    @property
+    def median_seconds_per_step(self) -> float | None:
+        """Median of the last 100 steps; None before the tenth step."""
+        return median(self._newest) if len(self._newest) >= _FEWEST_STEPS_OF_MEDIAN else None
