@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from finetune_trainer.answers import answer
 from finetune_trainer.export.merge import probe_logits
@@ -21,6 +21,11 @@ from finetune_trainer.model.attention import NAME, _attend_at_once, _attend_each
 from finetune_trainer.model.compile import compile_layers
 from finetune_trainer.model.kernels import use_flex
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
+from finetune_trainer.model.quantize import (
+    insert_unquantized_4bit_layers,
+    move,
+    use_pure_products,
+)
 from finetune_trainer.model.recompute import recompute
 from support.data.text_fixtures import tiny_model
 from support.model import grids
@@ -34,6 +39,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
     ),
+    # Dynamo does so when it traces the product of bitsandbytes.
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
 ]
 
 FAMILIES = (
@@ -45,7 +52,7 @@ FAMILIES = (
     "gemma3",
 )
 IN_EACH_RUN = [("mistral with a window", "lora", "selective"), ("gemma2", "full", "none")]
-GRID = list(product(FAMILIES, ("lora", "full"), ("none", "selective", "full")))
+GRID = list(product(FAMILIES, ("lora", "full", "nf4"), ("none", "selective", "full")))
 
 
 def documents(numbers, count):
@@ -54,13 +61,25 @@ def documents(numbers, count):
     return [end - start for start, end in pairwise([0, *cuts, WIDTH])]
 
 
+def quantised(model):
+    """Return the model with 4-bit layers, as loading with QLoRA does."""
+    kinds = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    settings = BitsAndBytesConfig(**kinds, bnb_4bit_compute_dtype=torch.bfloat16)
+    insert_unquantized_4bit_layers(model, settings)
+    move(model, CPU)
+    use_pure_products(model)
+    return model
+
+
 def module_of(name, method, how):
     model = family(name, max_position_embeddings=WIDTH)
     if name == "gemma2":
         use_flex(model)
     else:
         assert isolate(model)
-    if method == "lora":
+    if method == "nf4":
+        model = quantised(model)
+    if method != "full":
         lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
         model = get_peft_model(model, lora)
     recompute(base_of(model), how)
