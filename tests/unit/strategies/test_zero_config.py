@@ -56,7 +56,8 @@ def test_the_engine_is_told_one_precision(tmp_path: Path, precision: str) -> Non
 
 def test_the_engine_is_told_what_leaves_the_device(tmp_path: Path) -> None:
     nothing = deepspeed_config(zero(tmp_path))["zero_optimization"]
-    assert nothing.keys() == {"stage", "overlap_comm", "contiguous_gradients"}
+    always = {"stage", "overlap_comm", "contiguous_gradients", "reduce_bucket_size"}
+    assert nothing.keys() == always
 
     some = deepspeed_config(zero(tmp_path, strategy={"offload": "optimizer"}))["zero_optimization"]
     assert some["offload_optimizer"] == {"device": "cpu"}
@@ -99,3 +100,17 @@ def test_a_machine_without_deepspeed_is_told_what_to_install(
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as the import system marks an absent one
     with pytest.raises(ConfigError, match=r"pip install finetune-operator\[deepspeed\]"):
         create(zero(tmp_path), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        pytest.param(20_000_000, 20_000_000, id="adapters"),
+        pytest.param(8_000_000_000, 500_000_000, id="8B"),
+    ],
+)
+def test_the_bucket_of_gradients_holds_at_most_what_is_trained(
+    trained: int, expected: int, tmp_path: Path
+) -> None:
+    settings = deepspeed_config(zero(tmp_path), num_trained=trained)
+    assert settings["zero_optimization"]["reduce_bucket_size"] == expected

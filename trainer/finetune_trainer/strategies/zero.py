@@ -27,6 +27,7 @@ from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.world import World, set_group_timeouts
 
+MOST_IN_BUCKET = 500_000_000  # elements; DeepSpeed's default
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,8 +56,11 @@ class ZeroStrategy:
             WorldSizeError: the engine was built over another number of ranks.
         """
         largest = max(p.numel() for p in module.parameters())
-        settings = deepspeed_config(self._config, largest_parameter=largest)
         self._module = module
+        num_trained = sum(p.numel() for p in self._trained().values())
+        settings = deepspeed_config(
+            self._config, largest_parameter=largest, num_trained=num_trained
+        )
         if self._is_gathered and self._world.is_main:
             self._skeleton = empty_copy(module.model)
 
@@ -151,7 +155,9 @@ class ZeroStrategy:
             )
 
 
-def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict[str, Any]:
+def deepspeed_config(
+    config: TrainConfig, *, largest_parameter: int = 0, num_trained: int = MOST_IN_BUCKET
+) -> dict[str, Any]:
     """Return the engine's JSON for `config`; every setting is explicit.
 
     The loop accumulates gradients itself, so the engine's accumulation is 1: otherwise the engine
@@ -160,12 +166,15 @@ def deepspeed_config(config: TrainConfig, *, largest_parameter: int = 0) -> dict
     Args:
         config: Configuration of the run.
         largest_parameter: Elements of the largest parameter; sizes the buffers of offload nvme.
+        num_trained: Elements of all trained parameters. DeepSpeed allocates the whole bucket of
+            gradients, up to twice 2 GB in fp32, whatever is trained.
     """
     training, world = config.training, config.world
     zero: dict[str, Any] = {
         "stage": int(config.strategy.type.removeprefix("zero")),
         "overlap_comm": world.device == "cuda",
         "contiguous_gradients": True,
+        "reduce_bucket_size": min(num_trained, MOST_IN_BUCKET),
         **_offload(config, largest_parameter),
     }
     is_low_precision = training.precision != "fp32"
