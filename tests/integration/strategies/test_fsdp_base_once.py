@@ -5,15 +5,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.model.adapters import choose_trained
@@ -26,29 +23,13 @@ from support.checkpoint.checkpoint_fixtures import run_processes
 from support.launch.forked_ranks import attempt, numbers
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
+from support.strategies.alive import Alive, deep_model
 from support.strategies.parity import Case, inputs_of, world_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 NF4 = {"type": "qlora", "quantization": "nf4", "lora": {"r": 4}}
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes that new storages took at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._storages: WeakSet[Any] = WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for one in tree_iter(result):
-            if type(one) is torch.Tensor and one.device.type == "cpu":
-                self._storages.add(one.untyped_storage())
-        self.most = max(self.most, sum(storage.nbytes() for storage in self._storages))
-        return result
 
 
 @contextmanager
@@ -76,24 +57,6 @@ def copies_of_cuda() -> Iterator[list[int]]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-def deep_model(folder: Path) -> Path:
-    """Save a model of many small layers, so that one weight is little of it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    settings = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(settings).save_pretrained(folder)
-    return folder
 
 
 def adapted(base: Any, config: TrainConfig) -> CausalLoss:

@@ -17,6 +17,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
     [
         pytest.param({"strategy": {"type": "ddp"}}, [CPU, CPU], id="ddp"),
         pytest.param({"strategy": {"type": "fsdp"}}, [CPU, META], id="fsdp"),
+        pytest.param({"strategy": {"type": "zero3"}}, [CPU, META], id="zero3"),
+        pytest.param({"strategy": {"type": "zero2"}}, [CPU, CPU], id="zero2"),
         pytest.param(
             {
                 "strategy": {"type": "fsdp"},

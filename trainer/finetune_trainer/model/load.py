@@ -85,7 +85,7 @@ def is_loaded_once(config: TrainConfig) -> bool:
     """
     lora = config.method.lora
     measures = config.method.quantization != "none" and lora is not None and lora.dora
-    return config.strategy.type == "fsdp" and not measures
+    return config.strategy.type in ("fsdp", "zero3") and not measures
 
 
 def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":

@@ -27,13 +27,13 @@ from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.model.quantize import broadcast_quant_states, stored_as
+from finetune_trainer.model.quantize import broadcast_quant_states
 from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, set_prefetch
 from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.rounding import rounding_warning
-from finetune_trainer.strategies.skeleton import empty_copy, filled
-from finetune_trainer.world import World, gather_objects, set_group_timeouts
+from finetune_trainer.strategies.skeleton import empty_copy, filled, move_to_meta
+from finetune_trainer.world import World, set_group_timeouts
 
 
 class FsdpStrategy(NativeStrategy):
@@ -65,7 +65,7 @@ class FsdpStrategy(NativeStrategy):
                 undo_float8(self._skeleton)
         if is_loaded_once(self._config):
             weights: dict[str, Tensor] = dict(module.named_parameters())
-            _move_to_meta(module, self._world)
+            move_to_meta(module, self._world)
             self._sharded = parallelize(module, self._mesh, self._config, self._shard, warn)
             self._scatter(weights)
             broadcast_quant_states(module.model, self._skeleton, self._world)
@@ -189,29 +189,6 @@ class FsdpStrategy(NativeStrategy):
         """Free the weights that an evaluation has left gathered."""
         for part in self._sharded:
             part.reshard()
-
-
-def _move_to_meta(module: nn.Module, world: World) -> None:
-    """Move every parameter to the meta device, with its shape and dtype on rank 0."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {name: stored_as(parameter) for parameter, name in names.items()}
-    whole = gather_objects(world.control_group, own)[0]
-    if own.keys() != whole.keys():
-        different = sorted(own.keys() ^ whole.keys())
-        raise TrainerError(
-            f"rank {world.rank} has built another model than rank 0 (first {different[0]}); use "
-            "spec.strategy.type zero3 for this model"
-        )
-    empty = {
-        parameter: nn.Parameter(
-            torch.empty(whole[name][0], dtype=whole[name][1], device="meta"),
-            requires_grad=parameter.requires_grad,
-        )
-        for parameter, name in names.items()
-    }
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            setattr(part, name, empty[parameter])
 
 
 def _mesh(config: TrainConfig, world: World) -> DeviceMesh:

@@ -211,7 +211,8 @@ def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
 
     Stacked biases of experts are two-dimensional, too, so the name decides.
     """
-    return parameter.ndim >= 2 and not name.endswith("bias")
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3's partitions have no shape
+    return len(shape) >= 2 and not name.endswith("bias")
 
 
 def fresh_state(parameter: Tensor) -> dict[str, Tensor]:

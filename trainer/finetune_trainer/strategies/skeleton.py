@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from finetune_trainer.errors import TrainerError
 from finetune_trainer.model.quantize import stored_as
+from finetune_trainer.world import World, gather_objects
 
 
 def empty_copy(model: nn.Module) -> nn.Module:
@@ -41,3 +43,26 @@ def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         if name in weights
     }
     return copy.deepcopy(skeleton, memo)
+
+
+def move_to_meta(module: nn.Module, world: World) -> None:
+    """Move every parameter to the meta device, with its shape and dtype on rank 0."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own = {name: stored_as(parameter) for parameter, name in names.items()}
+    whole = gather_objects(world.control_group, own)[0]
+    if own.keys() != whole.keys():
+        different = sorted(own.keys() ^ whole.keys())
+        raise TrainerError(
+            f"rank {world.rank} has built another model than rank 0 (first {different[0]}); use "
+            "spec.strategy.type ddp or zero2 for this model"
+        )
+    empty = {
+        parameter: nn.Parameter(
+            torch.empty(whole[name][0], dtype=whole[name][1], device="meta"),
+            requires_grad=parameter.requires_grad,
+        )
+        for parameter, name in names.items()
+    }
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, empty[parameter])

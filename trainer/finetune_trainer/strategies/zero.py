@@ -25,6 +25,7 @@ from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.parallelize import parallelize
 from finetune_trainer.strategies.skeleton import empty_copy, filled
+from finetune_trainer.strategies.zero_loading import partition_weights
 from finetune_trainer.world import World, set_group_timeouts
 
 MOST_IN_BUCKET = 500_000_000  # elements; DeepSpeed's default
@@ -49,7 +50,7 @@ class ZeroStrategy:
     def prepare(self, module: CausalLoss, warn: Callable[[str], None] = warnings.warn) -> None:
         """Let DeepSpeed shard the module, and verify the result against the configuration.
 
-        Every rank has loaded the whole model; stage 3 frees the other shards only now.
+        Stages 1 and 2 need the whole model on every rank; stage 3 needs it on rank 0.
 
         Raises:
             TrainerError: the engine does not match the configuration.
@@ -66,6 +67,9 @@ class ZeroStrategy:
 
         def shard(whole: CausalLoss, _: object) -> Any:
             with redirect_stdout(None):  # it prints the memory of each group of weights
+                if self._stage == 3:
+                    dtype = _PRECISIONS[self._config.training.precision]
+                    partition_weights(whole, settings, dtype, self._world)
                 engine, *_ = self._deepspeed.initialize(
                     model=whole,
                     optimizer=make_adamw(self._trained(), self._config.training),
