@@ -3,6 +3,8 @@
 Only `free_memory` waits for the device. For a CPU the functions return None.
 """
 
+from pathlib import Path
+
 import torch
 
 from finetune_trainer.telemetry import Gpu, GpuMemory
@@ -51,6 +53,20 @@ def free_memory(device: torch.device) -> int:
     """
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def write_memory_snapshot(path: Path) -> bool:
+    """Write the segments and live blocks of torch's allocator, and return whether there are any.
+
+    https://pytorch.org/memory_viz shows the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    torch.cuda.memory._dump_snapshot(str(path))
+    return True
 
 
 def find_gpu(device: torch.device) -> Gpu | None:

@@ -49,6 +49,13 @@ def finish(
     )
 
 
+def run_out_of_gpu_memory(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Raise the error of torch's allocator."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
 def need_a_kernel(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:

@@ -1,5 +1,6 @@
 """Where a node and a rank find out about their place, and about the memory killer."""
 
+import json
 import re
 import socket
 import threading
@@ -8,8 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from finetune_trainer import rendezvous
+from finetune_trainer.config import FailureClass
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launch.oom import count_oom_kills
 from finetune_trainer.launch.start_ranks import Node, read_node
@@ -261,6 +264,30 @@ def test_a_missing_gpu_is_named_by_the_field_that_asks_for_it(tmp_path: Path) ->
         "spec.topology.gpusPerNode 1: there is no GPU 99 on this node, "
     )
     assert "world." not in last_words.message
+
+
+@pytest.mark.parametrize(
+    ("error", "is_written"), [(None, True), (OSError(28, "No space left on device"), False)]
+)
+def test_out_of_memory_writes_the_state_of_the_allocator(
+    error: OSError | None, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dump(path: str) -> None:
+        if error is not None:
+            raise error
+        Path(path).write_bytes(b"segments")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    config = train_config(tmp_path, world={"nproc_per_node": 1})
+    entry = "support.launch.rank_entries:run_out_of_gpu_memory"
+    termination = run_rank(config, entry, environ={}).termination
+    assert termination.failure_class is FailureClass.OUT_OF_MEMORY
+    logs = Path(config.run_dir) / "logs"
+    assert (logs / "rank-0.memory.pickle").exists() == is_written
+    events = map(json.loads, (logs / "rank-0.jsonl").read_text().splitlines())
+    (snapshot,) = [event for event in events if event["event"] == "memory_snapshot"]
+    assert ("error" in snapshot) != is_written
 
 
 def test_a_run_directory_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) -> None:

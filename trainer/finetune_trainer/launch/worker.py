@@ -213,11 +213,27 @@ class _Rank:
         is_unexpected = verdict.exit_code == ExitCode.ERROR and not verdict.is_collateral
         if is_unexpected:
             print(trace, file=sys.stderr, flush=True)
+        if verdict.failure_class is FailureClass.OUT_OF_MEMORY and "torch" in sys.modules:
+            self._write_memory_snapshot()
         if self._telemetry is not None:
             details = {"trace": trace} if is_unexpected else {}
             self._telemetry.log(
                 "failed", reason=verdict.failure_class, message=verdict.message, **details
             )
+
+    def _write_memory_snapshot(self) -> None:
+        """Write the state of the GPU's memory beside the stacks, while its tensors still exist."""
+        from finetune_trainer.gpu import write_memory_snapshot
+
+        stacks = stacks_path(self._config.run_dir, self._rank)
+        path = stacks.with_name(f"rank-{self._rank}.memory.pickle")
+        if self._telemetry is None:
+            return
+        try:
+            if write_memory_snapshot(path):
+                self._telemetry.log("memory_snapshot", path=str(path))
+        except (OSError, RuntimeError) as error:
+            self._telemetry.log("memory_snapshot", error=str(error))
 
 
 def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
