@@ -142,8 +142,8 @@ format: install  ## Format the code and fix what ruff can fix
 crd: install  ## Generate crds/, the chart's files, install.yaml (by helm) and docs/reference
 	$(BIN)/ftctl crd --write crds
 	$(BIN)/python charts/generate.py
-	$(BIN)/python charts/install_manifest.py
 	$(BIN)/python docs/reference/generate.py
+	$(BIN)/python charts/install_manifest.py
 
 dashboards: install  ## Generate the chart's rules, alerts and dashboards from charts/monitoring
 	$(BIN)/python charts/monitoring/generate.py

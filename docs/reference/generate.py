@@ -35,7 +35,7 @@ these appears with its first value. [collectives.md](collectives.md) says what t
 """
 _OPERATOR = """\
 The operator has a page, `GET /metrics` on the port of its health pages. Its counters begin at 0
-with each process. Of jobs and queue the leader alone tells.
+with each process. Only the leader serves the series of jobs and of the queue.
 """
 _JOBS = """\
 The labels `namespace` and `finetunejob` are those of the job: scrape the page with

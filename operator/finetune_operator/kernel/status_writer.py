@@ -2,9 +2,10 @@
 
 A job may cost two status patches until it is Running: one when its attempt is opened, before any
 child is created, and one when it trains. A change that no user waits for, such as progress before
-the first step, is therefore written with the next change that matters. The handle of the attempt
-and the report that all nodes run wait, for a limited time, for the report that the attempt trains.
-An obstacle whose message changes often is reported at intervals.
+the first step, is therefore written with the next change that matters. The writer delays two of
+them, the attempt's handle and the number of running nodes, for a limited time, so that one patch
+reports them together with the first step. An obstacle whose message changes often is reported at
+intervals.
 """
 
 import logging

@@ -109,7 +109,7 @@ GPU_SECONDS = Metric(
     "finetune_job_gpu_seconds",
     MetricType.GAUGE,
     "seconds",
-    "This time multiplied by the GPUs of the nodes that ran.",
+    "Seconds of the job multiplied by the GPUs of the nodes that ran.",
     (*OF_JOB, CATEGORY),
 )
 RESTARTS = Metric(
@@ -196,7 +196,7 @@ ENDED_GPU = Metric(
     "finetune_job_ended_gpu_seconds_total",
     MetricType.COUNTER,
     "seconds",
-    "This time multiplied by the GPUs of the nodes that ran.",
+    "Seconds of the job multiplied by the GPUs of the nodes that ran.",
     (BACKEND, CATEGORY),
 )
 

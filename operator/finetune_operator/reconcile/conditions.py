@@ -1,7 +1,7 @@
 """Conditions of a FineTuneJob: types, reasons, and the conditions of each stage of a job.
 
-`decide` determines the stage of a job; the table here maps it to the phase and the conditions.
-All reasons are defined here.
+`decide` determines the stage of a job, and `describe` maps it to the phase and the conditions,
+`Stalled` included. Backends define further reasons, such as `backends/aks/reasons.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +45,6 @@ class Reason(StrEnum):
     RESUMED = "Resumed"
     COMPLETED = "Completed"
     DELETING = "Deleting"
-    REFUSED = "Refused"
     INVALID_SPEC = "InvalidSpec"
     FOLDER_IN_USE = "FolderInUse"
     BACKEND_NOT_FOUND = "BackendNotFound"

@@ -111,7 +111,7 @@ class Decision:
     Attributes:
         actions: Actions in the order of their execution; may be empty.
         status: The status to save if it differs from the current status.
-        requeue_seconds: Delay of the next decision if no event occurs; None for no delay.
+        requeue_seconds: Delay of the next decision if no event occurs; None to wait for an event.
     """
 
     actions: tuple[Action, ...]

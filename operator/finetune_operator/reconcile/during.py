@@ -58,7 +58,7 @@ class Course:
     Attributes:
         situation: Situation of the job; None if it is unchanged.
         grace_seconds: Seconds until the attempt has to be stopped; None if it continues.
-        requeue_seconds: Delay of the next decision if no event occurs; None for no delay.
+        requeue_seconds: Delay of the next decision if no event occurs; None to wait for an event.
     """
 
     situation: Situation | None

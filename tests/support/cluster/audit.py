@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,11 +34,13 @@ class Write:
     Attributes:
         what: Verb and resource, such as `patch finetunejobs/status`.
         name: Of the object.
+        received_at: When the API server received the request.
     """
 
     what: str
     namespace: str
     name: str
+    received_at: datetime
 
 
 class AuditLog:
@@ -87,7 +90,8 @@ class AuditLog:
             about = event.get("objectRef") or {}
             parts = (about.get("resource", ""), about.get("subresource", ""))
             what = f"{event['verb']} {'/'.join(part for part in parts if part)}"
-            yield Write(what, about.get("namespace", ""), about.get("name", ""))
+            received_at = datetime.fromisoformat(event["requestReceivedTimestamp"])
+            yield Write(what, about.get("namespace", ""), about.get("name", ""), received_at)
 
 
 def counted(writes: list[Write]) -> dict[str, int]:
