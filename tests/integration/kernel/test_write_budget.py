@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,7 +16,13 @@ import pytest
 
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import FINE_TUNE_JOBS, FINE_TUNE_PROFILES, PODS, Object
+from finetune_operator.kube.resources import (
+    EVENTS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    PODS,
+    Object,
+)
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 from support.aks.aks_cases import JOB, profile
 from support.api.builders import manifest
@@ -72,6 +79,28 @@ class Play:
         self.namespace = namespace
         self.name = name
         self.address = own_address()
+
+    async def wait_for_scheduler(self) -> None:
+        """Wait until the scheduler has seen node and claims, so that no job is unschedulable."""
+        nodes = profile_nodes(self.name)
+        spec = {
+            "nodeSelector": nodes["selector"],
+            "tolerations": nodes["tolerations"],
+            "containers": [{"name": "none", "image": "none.invalid/none"}],
+            "volumes": [
+                {"name": name, "persistentVolumeClaim": {"claimName": name}} for name in CLAIMS
+            ],
+        }
+        await self.client.create(
+            PODS, {"metadata": {"name": "first"}, "spec": spec}, self.namespace
+        )
+
+        async def is_placed() -> bool:
+            pod = await self.client.get(PODS, "first", self.namespace)
+            return bool(pod["spec"].get("nodeName"))
+
+        await until(is_placed, 60, "a first pod has a node")
+        await self.client.delete(PODS, "first", self.namespace, grace_seconds=0)
 
     async def apply(self, port: int) -> None:
         for number in range(JOBS):
@@ -130,43 +159,67 @@ async def played(namespace: str) -> AsyncIterator[Play]:
             await client.delete(FINE_TUNE_PROFILES, name)
 
 
-async def live(namespace: str, audit: AuditLog) -> tuple[list[Write], list[Write], list[Write]]:
-    """Play jobs from apply to Complete; return the writes until Running, while idle, and after."""
+@dataclass(frozen=True)
+class Writes:
+    """What the operator wrote in the life of all jobs.
 
-    async def written(events_of: Callable[[list[Write]], int]) -> list[Write]:
+    Attributes:
+        start: Until every job was Running.
+        idle: While they trained.
+        end: From their end on.
+        events: Reason and message of each Event of a job, which explain an unexpected write.
+    """
+
+    start: list[Write]
+    idle: list[Write]
+    end: list[Write]
+    events: list[str]
+
+
+async def live(namespace: str, audit: AuditLog) -> Writes:
+    """Play jobs from apply to Complete."""
+
+    async def written(events: int) -> list[Write]:
         """Wait for the Events, which follow a status."""
         found: list[Write] = []
 
         async def are_posted() -> bool:
             found.extend(one for one in audit.writes() if one.namespace == namespace)
-            return counted(found).get("create events", 0) >= events_of(found)
+            return counted(found).get("create events", 0) >= events
 
-        await until(are_posted, 20, "the Events of the statuses")
+        await until(are_posted, 20, f"{events} Events")
         return found
 
     async with played(namespace) as play, ProgressServer().serving(play.address) as rank_zero:
+        await play.wait_for_scheduler()
         await play.apply(rank_zero.port)
         await play.start_pods()
         await asyncio.sleep(LOADING_SECONDS)
         rank_zero.progress = Progress(phase=Phase.TRAINING, step=1, total_steps=10)
         await play.all_are("Running")
-        start = await written(lambda found: 2 * JOBS + len(late_reports(found)))
+        start = await written(2 * JOBS)
         enough = rank_zero.asked + 3 * JOBS
 
         async def asked() -> bool:
             return rank_zero.asked >= enough
 
         await until(asked, 60, "each run was asked for its progress three times")
-        idle = await written(lambda _: 0)
+        idle = await written(0)
         await play.end_pods()
         await play.all_are("Succeeded")
-        return start, idle, await written(lambda _: JOBS)
+        end = await written(JOBS)
+        events = [
+            f"{one['involvedObject']['name']}: {one['reason']}: {one['message']}"
+            for one in (await play.client.list(EVENTS, namespace)).items
+            if one["involvedObject"]["kind"] == FINE_TUNE_JOBS.kind
+        ]
+        return Writes(start, idle, end, events)
 
 
 def late_reports(writes: Sequence[Write]) -> list[Write]:
     """Return the status patches between a job's first, which opens its attempt, and its last.
 
-    A job that does not train within `DELAY_SECONDS` has one: that its nodes run.
+    A job that does not train within `DELAY_SECONDS` has one: that its nodes run. It has no Event.
 
     Raises:
         AssertionError: One came earlier, or a job has two.
@@ -196,15 +249,17 @@ def test_a_job_costs_at_most_six_writes_and_two_events_until_it_runs_and_one_of_
         AuditLog(Path(AUDIT_LOG), "finetune-operator/") as audit,
     ):
         operator.wait_for("synced", 60)
-        start, idle, end = asyncio.run(live(namespace, audit))
-    late = len(late_reports(start))
-    assert counted(start) == {
-        "patch finetunejobs/status": 2 * JOBS + late,
+        writes = asyncio.run(live(namespace, audit))
+    assert counted(writes.start) == {
+        "patch finetunejobs/status": 2 * JOBS + len(late_reports(writes.start)),
         "create networkpolicies": JOBS,
         "create services": JOBS,
         "create endpointslices": JOBS,
         "create jobs": JOBS,
-        "create events": 2 * JOBS + late,
-    }
-    assert counted(idle) == {}
-    assert counted(end) == {"patch finetunejobs/status": JOBS, "create events": JOBS}
+        "create events": 2 * JOBS,
+    }, writes.events
+    assert counted(writes.idle) == {}, writes.events
+    assert counted(writes.end) == {
+        "patch finetunejobs/status": JOBS,
+        "create events": JOBS,
+    }, writes.events

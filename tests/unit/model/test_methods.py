@@ -188,6 +188,14 @@ def test_frozen_weights_take_the_format_of_the_arithmetic_and_trained_ones_fp32(
     assert types(model) == {"frozen": set()} | {key: {dtype} for key, dtype in expected.items()}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_zero_reads_weights_in_the_precision_of_its_engine(folder: Path, precision: str) -> None:
+    changes = {"training__precision": precision, "strategy__type": "zero2"}
+    model = load_model(settings(folder, "full", **changes), CPU)
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+
+
 def test_dora_and_rslora_change_what_an_adapter_computes_and_learn(folder: Path) -> None:
     plain = trained(settings(folder))
     scaled = trained(settings(folder, method__lora={"r": 4, "rslora": True}))

@@ -13,7 +13,6 @@ from finetune_trainer.config import (
     CheckpointConfig,
     DataConfig,
     DatasetSource,
-    FailureClass,
     JobRef,
     LoraSettings,
     MethodConfig,
@@ -22,7 +21,6 @@ from finetune_trainer.config import (
     TrainConfig,
     TrainingConfig,
 )
-from finetune_trainer.control import classify, loading_model
 from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
@@ -288,19 +286,6 @@ def test_a_folder_that_lacks_a_part_is_told_what_to_do_about_it(
     with pytest.raises(ConfigError) as caught:
         load_tokenizer(config(damaged).model) if left else load_model(config(damaged), CPU)
     assert remedy in str(caught.value)
-
-
-def test_want_of_memory_while_loading_is_told_as_such(folder, tmp_path):
-    huge = shutil.copytree(folder, tmp_path / "model")
-    settings = json.loads((huge / "config.json").read_text())
-    (huge / "config.json").write_text(json.dumps(settings | {"vocab_size": 10**13}))
-    save_file({}, huge / "model.safetensors", {"format": "pt"})  # so all of it is made anew
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, loading_model():
-        load_model(config(huge), CPU)
-    verdict = classify(caught.value)
-    assert verdict.failure_class is FailureClass.OUT_OF_MEMORY
-    assert verdict.message.startswith("out of memory while the model was loaded: ")
-    assert "spec.training.microBatchSize" not in verdict.message
 
 
 def test_the_base_name_is_one_that_another_machine_can_use(folder, tmp_path):

@@ -119,9 +119,9 @@ def load_model(
 
     With adapters the frozen base is stored in the compute dtype, or quantised. With full
     fine-tuning every parameter stays in fp32 and autocast casts only the arithmetic, unless the
-    optimizer stores parameters in bf16. On the meta device the model has buffers but no weights.
-    There, and with `quantises` false, 4-bit layers still have plain weights; moving them to a
-    device quantises them.
+    optimizer stores parameters in bf16 or the strategy is ZeRO. On the meta device the model has
+    buffers but no weights. There, and with `quantises` false, 4-bit layers still have plain
+    weights; moving them to a device quantises them.
 
     Raises:
         ConfigError: the model cannot be found or read, its files lack a weight, `training.dropout`
@@ -187,13 +187,19 @@ def base_name(config: ModelConfig) -> str | None:
 
 
 def _base_dtype(config: TrainConfig) -> "torch.dtype":
-    """Return the dtype of parameters that are not quantised: the compute dtype if frozen."""
+    """Return the dtype of parameters that are not quantised.
+
+    It is fp32 for trained parameters, and the compute dtype for frozen ones. DeepSpeed casts all
+    parameters to the compute dtype and keeps fp32 copies of its shards, so for ZeRO every parameter
+    is read in the compute dtype.
+    """
     import torch
 
     precision = config.training.precision
     if config.training.optimizer == "adamw8bit":
         return torch.bfloat16
-    if config.method.type == "full" and precision != "fp64":
+    is_zero = config.strategy.type.startswith("zero")
+    if config.method.type == "full" and precision != "fp64" and not is_zero:
         return torch.float32
     formats = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     return formats.get(precision, torch.float32)

@@ -14,11 +14,18 @@ from finetune_trainer.model.quantize import stored_as
 from finetune_trainer.world import World, gather_objects
 
 
-def empty_copy(model: nn.Module) -> nn.Module:
-    """Return a copy with parameters on the meta device; must be called before an engine shards."""
+def empty_copy(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy with parameters on the meta device; must be called before an engine shards.
+
+    Args:
+        model: Model, whose weights may be quantised.
+        trained_dtype: Dtype of trained parameters in the copy; by default unchanged.
+    """
     memo: dict[int, Tensor] = {}
     for p in model.parameters():
         shape, dtype = stored_as(p)
+        if p.requires_grad and trained_dtype is not None:
+            dtype = trained_dtype
         empty = torch.empty(shape, dtype=dtype, device="meta")
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}

@@ -63,7 +63,7 @@ class ZeroStrategy:
             self._config, largest_parameter=largest, num_trained=num_trained
         )
         if self._is_gathered and self._world.is_main:
-            self._skeleton = empty_copy(module.model)
+            self._skeleton = empty_copy(module.model, torch.float32)  # of the engine's shards
 
         def shard(whole: CausalLoss, _: object) -> Any:
             with redirect_stdout(None):  # it prints the memory of each group of weights
