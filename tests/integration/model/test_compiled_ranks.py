@@ -1,5 +1,6 @@
 """Layers compiled under DDP and FSDP on two ranks learn what a plain loop learns."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,25 @@ def test_compiled_layers_learn_under_ddp_and_fsdp_what_a_plain_loop_learns(tmp_p
             assert found.pop("graphs") == 2, "the first layer's input may need no gradient"
             assert found.pop("given") == 2, "each is compiled in one piece"
         within_fp32(Outcome(**ranks[0]), reference(case))
+
+
+def test_no_graph_is_compiled_before_the_first_step(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs")
+    train = {"path": str(inputs / "train.jsonl")}
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        model={"path": str(inputs / "model")},
+        data={"train": train, "format": "text", "columns": {"text": "prompt"}, "packing": True},
+        method={"type": "lora", "lora": {"r": 2}},
+        training={"global_batch_size": 2, "max_steps": 1, "compile": True},
+        output={"format": "adapter"},
+    )
+    run = launch(config, "support.model.compiled_rank:run")
+    assert run.wait() == 0, run.stderr
+    graphs = json.loads((Path(config.run_dir) / "graphs.json").read_text())
+    assert graphs["before"] == 0
+    assert graphs["after"] > 0
 
 
 def test_what_is_done_without_is_said_once_by_all_ranks_together(tmp_path: Path) -> None:
