@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Proxy(ABC):
         self._behind = Path(kubeconfig)
         self._stack = contextlib.ExitStack()
         self._writes = set[asyncio.Task[web.StreamResponse]]()
+        self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> Self:
         self._loop = self._stack.enter_context(loop_thread())
@@ -63,7 +65,9 @@ class Proxy(ABC):
 
     async def _open(self) -> int:
         self._access: ClusterAccess = await load_access(str(self._behind))
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._access.ssl_context())
+        connector = aiohttp.TCPConnector(
+            limit=0, ssl=self._access.ssl_context(), socket_factory=self._open_socket
+        )
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
@@ -80,6 +84,16 @@ class Proxy(ABC):
         await self._runner.cleanup()
         await asyncio.gather(*self._writes, return_exceptions=True)
         await self._session.close()
+        # A cancelled request closes its TLS connection when the server answers, after this close.
+        async with asyncio.timeout(30):
+            while any(one.fileno() >= 0 for one in self._sockets):
+                await asyncio.sleep(0.01)
+
+    def _open_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, *_ = address
+        made = socket.socket(family, kind, protocol)
+        self._sockets.append(made)
+        return made
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
