@@ -168,7 +168,7 @@ class _Builder:
     def _key(self, node: Node, path: FieldPath) -> str:
         """Return a key as text for JSON, like kubectl: `y:` is "true" and `1:` is "1"."""
         if not isinstance(node, ScalarNode):
-            self._problem(path, "has a key that is not a word; write plain keys", node)
+            self._problem(path, "has a key that is a list or a mapping; use text as the key", node)
             return ""
         key = self._scalar(node, path)
         if isinstance(key, bool):

@@ -1,7 +1,7 @@
 """Stop the jobs of `ftctl dev` when it ends, and resume them when it starts again.
 
-Ctrl-C suspends jobs, as in `ftctl run`. The same write marks them, so that the next start resumes
-them, also after a crash, and leaves jobs suspended that a person has suspended.
+Ctrl-C suspends jobs, as in `ftctl run`. The same write marks them. The next start, even after a
+crash, resumes the marked jobs only, so a job that a person suspended stays suspended.
 """
 
 import asyncio

@@ -40,7 +40,9 @@ def logs(
     ] = False,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="Namespace of the job; reads the cluster."),
+        typer.Option(
+            "--namespace", "-n", help="Namespace of the job; the log is then read from the cluster."
+        ),
     ] = None,
     profile: ProfileOption = None,
 ) -> None:

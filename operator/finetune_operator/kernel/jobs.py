@@ -158,7 +158,7 @@ class JobIndex:
 
     Args:
         find: Returns the object of a job.
-        backends: Validate jobs, and release their own memory of a finished or deleted job.
+        backends: Validate jobs, and discard their state of a finished or deleted job.
     """
 
     def __init__(self, find: Callable[[Key], Object | None], backends: Backends) -> None:

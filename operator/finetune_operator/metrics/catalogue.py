@@ -240,7 +240,7 @@ OF_FLEET = (TIME_TO_FIRST_STEP, QUEUE_WAIT, RECOVERY, ENDS, ENDED_WALLCLOCK, END
 """Metrics of all jobs of a backend, including jobs that start and finish between two scrapes."""
 
 OF_RANK_ZERO = (RANK_ZERO_STEP, RANK_ZERO_LOSS, RANK_ZERO_TOKENS, RANK_ZERO_AGE)
-"""Metrics of rank 0 of jobs whose pages cannot be scraped, under the names of those pages."""
+"""Metrics of rank 0 for jobs whose pages cannot be scraped; named as on those pages."""
 
 ALL = (*OF_OPERATOR, *OF_FLEET, *OF_JOBS, *OF_RANK_ZERO)
 """All metrics of the operator's page, in its order."""

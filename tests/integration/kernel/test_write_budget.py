@@ -1,4 +1,4 @@
-"""What the operator writes in the whole life of a job on AKS, as the API server's audit log has it.
+"""Count the operator's writes in the whole life of a job on AKS, from the audit log.
 
 Pods are played on a node that is only an object; controllers and scheduler are real.
 """

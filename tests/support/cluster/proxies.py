@@ -91,9 +91,9 @@ class Proxy(ABC):
 
     def _open_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
         family, kind, protocol, *_ = address
-        made = socket.socket(family, kind, protocol)
-        self._sockets.append(made)
-        return made
+        opened = socket.socket(family, kind, protocol)
+        self._sockets.append(opened)
+        return opened
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

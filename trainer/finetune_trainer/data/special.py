@@ -56,7 +56,7 @@ class ControlTokens:
         self._character = {name: chr(FIRST_SPECIAL + at) for at, name in enumerate(self.names)}
 
     def holds(self, value: Any) -> bool:
-        """Whether the texts of a value write out a special token."""
+        """Whether any text in a value contains a special token."""
         return any(self._pattern.search(text) for text in texts_of(value))
 
     def count(self, text: str) -> int:

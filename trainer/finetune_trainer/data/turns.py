@@ -1,8 +1,8 @@
 """Find the learned spans of a rendered conversation by rendering, never by text search.
 
 Called by `encoding`. A turn begins at the end of its prompt: the rendering of the previous messages
-with a generation prompt. It ends with the stop token after its text, whose end is found by a
-private-use character rendered with it. Definition and reasons:
+with a generation prompt. It ends with the stop token after its text. A private-use character
+that is rendered after the text marks the end of the text. Definition and reasons:
 docs/decisions/0050-what-is-learned.md.
 """
 
@@ -172,7 +172,8 @@ class _Finder:
         """Return the end of the prompt in the text of the turn.
 
         A turn may remove the thoughts of the calls before it (gpt-oss), which its prompt still
-        contains. The text must then begin with the prompt without thoughts.
+        contains. The text must then begin with the prompt from which these thoughts
+        were removed.
 
         Raises:
             DataError: the turn does not begin with its prompt.

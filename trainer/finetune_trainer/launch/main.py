@@ -121,7 +121,7 @@ def _problems(path: Path, error: OSError | ValidationError) -> list[str]:
 
 
 def _termination_path(path: Path) -> str | None:
-    """Return the path of the termination message in an invalid configuration, if it has one."""
+    """Return `terminationPath` of a configuration that may be invalid; None without a path."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ def stacks_path(run_dir: str, rank: int) -> Path:
 
 
 class TimerTraces:
-    """Detects stacks that timers write from now on; earlier starts wrote to the same files."""
+    """Detects stacks that timers write after its creation, in files that may have older ones."""
 
     def __init__(self, run_dir: str, ranks: Iterable[int]) -> None:
         paths = {rank: stacks_path(run_dir, rank) for rank in ranks}

@@ -143,7 +143,8 @@ def _exclude_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
 
     lora.exclude_modules = names
     # When peft attaches adapters, it adds experts that are stacked in a parameter, and routers
-    # beside them, without regard to exclusions. Converted here, the list is not extended later.
+    # beside them, without regard to exclusions. The list is converted here, so that
+    # peft does not extend it later.
     convert_peft_config_for_transformers(lora, model, get_model_conversion_mapping(model))
     own = {
         f".{name}.{parameter}"

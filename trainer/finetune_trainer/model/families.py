@@ -55,8 +55,8 @@ ENCODERS = frozenset(
         "xlm-roberta-xl",
     }
 )
-# Layers that read a single token, or the tokens that a mask admits. All others carry a state,
-# select tokens or combine several, across the ends of documents.
+# Layers that read a single token, or the tokens that a mask admits. All others mix documents: they
+# carry a state, select tokens or combine neighbouring tokens beyond the end of a document.
 _MASKED_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 )
@@ -180,12 +180,12 @@ def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
         field = f"spec.training.maxSeqLength {longest} exceeds {known}, above which"
         if "dynamic" in kind:
             raise ConfigError(
-                f"{field} the model's rotary scaling ({kind}) follows the longest row so far; "
+                f"{field} the model's rotary scaling ({kind}) depends on the longest row so far; "
                 f"lower it to {known}"
             )
         if kind == "longrope" and config.training.micro_batch_size > 1:
             raise ConfigError(
-                f"{field} the model's rotary scaling (longrope) follows the longest row of a "
+                f"{field} the model's rotary scaling (longrope) depends on the longest row of a "
                 f"micro-batch; lower it to {known}, or set spec.training.microBatchSize to 1"
             )
 

@@ -65,7 +65,7 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        # FSDP copies shards by a CUDA kernel that rewrites NaNs of 16-bit floats, but not bytes.
+        # FSDP's CUDA kernel rewrites NaNs when it copies 16-bit floats. It copies bytes unchanged.
         bnb_4bit_quant_storage=torch.uint8,
     )
 

@@ -160,7 +160,7 @@ class HistogramSlots:
 
 
 class Block:
-    """Block of one rank, written by the rank and read by the page.
+    """Numbers of one rank in shared memory; the rank writes them and the node's page reads them.
 
     Attributes:
         numbers: All numbers, indexed by `Word` and by `Layout.place`.

@@ -30,8 +30,8 @@ STAY_ANNOTATIONS = {
 HUB_TOKEN = "HF_TOKEN"
 _PROBE_SECONDS = 30
 EXTRA_GRACE_SECONDS = 10
-"""The main process ends its ranks at the end of the grace period, then writes a termination message
-in this time.
+"""Time of the main process to write a termination message, after it killed its ranks at the end of
+the grace period.
 """
 
 

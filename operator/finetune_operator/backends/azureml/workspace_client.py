@@ -243,7 +243,7 @@ def _raw(job: Any) -> RawJob:
     return RawJob(
         job.id,
         job.name,
-        str(getattr(job.status, "value", job.status)),  # an unknown state is no enum
+        str(getattr(job.status, "value", job.status)),  # the SDK returns an unknown state as text
         dict(job.tags or {}),
         job.studio_url or "",
         job.creation_context.created_at if job.creation_context else None,

@@ -150,8 +150,8 @@ def _node(folder: AttemptFolder, rank: int, cancel: CancelRecord | None) -> Node
     if record is None:
         if _is_about_to_start(folder, rank):
             return Node(rank, NodeState.STARTING)
-        # The lock is held from before the process exists until it dies. Because it is free, a
-        # record that does not exist now will never exist.
+        # The lock is held from before the process exists until it dies. Now the lock is free, so
+        # no process can still write a record.
         record = records.read(folder.node(rank), NodeRecord)
     if record is None:
         failure, code = FailureClass.ERROR, 1

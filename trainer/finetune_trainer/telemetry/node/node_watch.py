@@ -185,7 +185,7 @@ class NodeWatch:
             return send(to, news)
         except (OSError, HTTPException, ValidationError, ValueError) as error:
             self._complain(
-                f"the page of rank 0's node at {to.host}:{to.port} is not updated: {error}"
+                f"the metrics page of rank 0's node at {to.host}:{to.port} is not updated: {error}"
             )
             return Reply()
 
