@@ -81,8 +81,7 @@ def run(
     `fence` holds the claims on the folders; None except on rank 0.
 
     Raises:
-        Preempted: The run was asked to stop. Every rank raises it; during training, after the
-            same step.
+        Preempted: Asked to stop. All ranks raise it; during training, after the same step.
         TrainerError: The run cannot continue; the class determines the exit code.
     """
     agreement, warn_from_rank0 = Agreement(world), _warn_from_rank0(telemetry, world)
