@@ -38,12 +38,9 @@ def names(state: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def exact_sizes() -> Any:
+def exact_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pin no powers of two, as on a GPU."""
-    before = torch._C._accelerator_getAllocatorSettings()
-    torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
-    yield
-    torch._C._accelerator_setAllocatorSettings(before)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
 
 
 def test_a_rank_of_ddp_copies_an_eighth_and_at_most_one_tensor() -> None:

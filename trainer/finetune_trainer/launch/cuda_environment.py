@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.cores import usable_cores
+from finetune_trainer.memory.host import ALLOCATOR_VARIABLES
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _FEWEST_COMPILERS, _MOST_COMPILERS = 2, 32
 _DETERMINISTIC = {
@@ -29,7 +29,7 @@ def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[st
     wanted = {"pinned_max_round_threshold_mb": "1"}
     if config.training.expandable_segments:
         wanted["expandable_segments"] = "True"
-    name = next((name for name in _ALLOCATOR if name in environ), _ALLOCATOR[0])
+    name = next((name for name in ALLOCATOR_VARIABLES if name in environ), ALLOCATOR_VARIABLES[0])
     settings = environ.get(name, "")
     if missing := [f"{key}:{value}" for key, value in wanted.items() if key not in settings]:
         found[name] = ",".join(filter(None, (settings, *missing)))

@@ -5,6 +5,7 @@ a container at its cgroup's limit without a message, long before the node runs o
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from finetune_trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name
 _GIB = 2**30
 
 
@@ -46,16 +48,20 @@ def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
 
     These are the tensors on `device`; tensors in host memory are copied into pageable memory.
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = allocator_settings()
     total = 0
     for tensor in _tensors_in(state):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.device.type == device:
             total += pinned_nbytes(local.numel() * local.element_size(), settings)
     return total
+
+
+def allocator_settings() -> str:
+    """Return the settings that torch's allocator reads from the environment."""
+    return next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
 
 
 def pinned_nbytes(nbytes: int, settings: str = "") -> int:

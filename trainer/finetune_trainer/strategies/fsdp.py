@@ -23,7 +23,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
-from finetune_trainer.memory.host import free_host_memory, pinned_nbytes, refuse_pinning
+from finetune_trainer.memory.host import (
+    allocator_settings,
+    free_host_memory,
+    pinned_nbytes,
+    refuse_pinning,
+)
 from finetune_trainer.model.float8 import undo_float8
 from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
@@ -139,7 +144,7 @@ class FsdpStrategy(NativeStrategy):
 
     def _refuse_to_pin(self, module: CausalLoss) -> None:
         """Refuse offloaded parameters and gradients that exceed the host memory to pin."""
-        shards, settings = self._mesh["shard"].size(), torch._C._accelerator_getAllocatorSettings()
+        shards, settings = self._mesh["shard"].size(), allocator_settings()
         size = 0
         for p in module.parameters():
             rows = -(-p.shape[0] // shards)
