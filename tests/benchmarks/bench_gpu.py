@@ -25,6 +25,7 @@ from gpu_page import page
 from measured import FOLDER, ROOT, commit
 
 _LEFT_OUT = "left out"
+QUICK = ("gemm", "lora-8b", "qlora-8b", "full-1b", "saving")
 UNPUBLISHED = ROOT / "build" / "bench-gpu"
 
 
@@ -170,6 +171,7 @@ def _options(arguments: Sequence[str] | None, rows: Sequence[Row]) -> argparse.N
     parser.add_argument("--shape", choices=("whole", "tiny"), default="whole")
     names = [row.name for row in rows]
     parser.add_argument("--rows", nargs="*", choices=names, metavar="ROW", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help=f"10 min: {', '.join(QUICK)}")
     parser.add_argument("--rounds", type=int, help="how often each row: 3; 1 where tiny")
     parser.add_argument("--seconds", type=float, default=1e9, help="end within so many, in all")
     parser.add_argument("--row-seconds", type=float, default=900, help="of one row")
@@ -179,7 +181,12 @@ def _options(arguments: Sequence[str] | None, rows: Sequence[Row]) -> argparse.N
     parser.add_argument("--work", type=Path, help="keep models here; 8B takes 16 GB")
     parser.add_argument("--commit", help="of a copy of the tree that has no history")
     parser.add_argument("--note", action="append", default=[], help="told beside the figures")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rows = options.rows or [row.name for row in rows if row.name in QUICK]
+        options.rounds = options.rounds or 1
+        options.seconds = min(options.seconds, 560)
+    return options
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ STOPPED_BY_SIGNAL = frozenset({TERMINATED, 128 + signal.SIGINT})
 step.
 """
 
-PERMANENT = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
+PERMANENT_CODES = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
 """Exit codes of a trainer whose failure would repeat."""
 
 _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
@@ -74,7 +74,7 @@ def root_cause_order(exit_code: int, *, is_victim: bool) -> int:
     """
     if is_victim:
         return 4
-    if exit_code in PERMANENT:
+    if exit_code in PERMANENT_CODES:
         return 0
     if exit_code == ExitCode.KILLED:
         return 1

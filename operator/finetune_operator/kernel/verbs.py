@@ -75,8 +75,8 @@ class Observer:
     async def find_unrecorded(self, view: JobView) -> JobView:
         """Return the job with the handle of its open attempt, if the status lacks the handle.
 
-        If the search needs requests, only an attempt that has to stop is searched for. Any other
-        attempt is created again, which adopts it.
+        Without a cache, a search costs requests. An attempt that has to run is then not searched
+        for, but created again, which adopts an existing one.
 
         Raises:
             FineTuneError: It is unknown whether the attempt exists.

@@ -278,7 +278,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
     if view.spec.suspend or is_suspending(view.before):
         # An attempt that ends after a request to stop does not fail the job, unless its failure is
         # permanent.
-        if termination.failure_class in failures.PERMANENT:
+        if termination.failure_class in failures.PERMANENT_CLASSES:
             return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)
     policy = view.spec.restart_policy

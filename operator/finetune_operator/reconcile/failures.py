@@ -9,7 +9,7 @@ from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
-PERMANENT = frozenset(
+PERMANENT_CLASSES = frozenset(
     {
         FailureClass.DATA_ERROR,
         FailureClass.CONFIG_ERROR,
@@ -50,15 +50,15 @@ def verdict(observation: Observation) -> Termination:
         return Termination(failure_class=found, exit_code=ExitCode.KILLED, message=message)
     if reported.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
         return reported.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
-    return reported.model_copy(update={"failure_class": classify(reported)})
+    return reported.model_copy(update={"failure_class": class_of(reported)})
 
 
-def classify(reported: Termination) -> FailureClass:
+def class_of(reported: Termination) -> FailureClass:
     """Return the class of the exit code; for a code without a class, the reported class."""
     by_code = _CLASS_OF_CODE.get(reported.exit_code)
     overtaken = FailureClass.OVERTAKEN
     if by_code is FailureClass.DO_NOT_RESTART and reported.failure_class is overtaken:
-        return overtaken  # the only class that shares a code
+        return overtaken  # it shares its code with DoNotRestart
     if by_code is not None:
         return by_code
     if reported.exit_code in STOPPED_BY_SIGNAL and reported.failure_class is FailureClass.PREEMPTED:
@@ -84,7 +84,7 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
         matches_code = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
         if matches_class and matches_code:
             return rule.action
-    if failure_class in PERMANENT:
+    if failure_class in PERMANENT_CLASSES:
         return RestartAction.FAIL
     if failure_class in DISRUPTIONS:
         return RestartAction.RESTART_FREE

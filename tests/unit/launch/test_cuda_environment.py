@@ -62,6 +62,13 @@ def test_segments_grow_unless_the_user_says_otherwise(
     assert cuda_environment(on_a_gpu(config, expandable_segments=True), environ) == added
 
 
+def test_torch_before_2_13_gets_no_setting_that_it_refuses(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_environment_module, "version", lambda _: "2.11.0+cu130")
+    assert EXACT not in "".join(cuda_environment(on_a_gpu(config), {}).values())
+
+
 def test_torch_understands_the_allocators_settings(config: TrainConfig) -> None:
     made = cuda_environment(on_a_gpu(config, expandable_segments=True), {})
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"

@@ -5,12 +5,14 @@ changed.
 """
 
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.memory.host import ALLOCATOR_VARIABLES
 
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_FIRST_WITH_THRESHOLD = (2, 13)  # 2.11 refuses the setting when it initializes CUDA
 _FEWEST_COMPILERS, _MOST_COMPILERS = 2, 32
 _DETERMINISTIC = {
     # Without it cuBLAS alternates between its own buffers (section 2.1.4 of its documentation).
@@ -25,8 +27,10 @@ def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[st
     if config.world.device != "cuda":
         return {}
     found = {}
-    # torch would round pinned tensors up to a power of two.
-    wanted = {"pinned_max_round_threshold_mb": "1"}
+    wanted = {}
+    if _torch_release() >= _FIRST_WITH_THRESHOLD:
+        # torch would round pinned tensors up to a power of two.
+        wanted["pinned_max_round_threshold_mb"] = "1"
     if config.training.expandable_segments:
         wanted["expandable_segments"] = "True"
     name = next((name for name in ALLOCATOR_VARIABLES if name in environ), ALLOCATOR_VARIABLES[0])
@@ -40,3 +44,8 @@ def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[st
     if config.training.deterministic:
         found |= {name: value for name, value in _DETERMINISTIC.items() if name not in environ}
     return found
+
+
+def _torch_release() -> tuple[int, ...]:
+    """Return torch's major and minor version, without importing torch."""
+    return tuple(int(number) for number in version("torch").split(".")[:2])

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 MAX_CONFIG_BYTES = 200 * 1024
 """Kubernetes allows 256 KiB for all annotations of a pod together."""
 
-_PERMANENT = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART]
+_FAIL_JOB_CODES = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART]
 
 
 def render(plan: Plan, profile: Snapshot, attempt: Attempt, *, operator_namespace: str) -> Request:
@@ -165,6 +165,6 @@ def _failure_rules() -> list[Json]:
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            "onExitCodes": {"operator": "In", "values": [int(code) for code in _PERMANENT]},
+            "onExitCodes": {"operator": "In", "values": [int(code) for code in _FAIL_JOB_CODES]},
         },
     ]

@@ -17,7 +17,7 @@ from finetune_operator.backends.azureml.places import CHECKPOINTS
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.budget import Priority
-from finetune_operator.backends.root_cause import PERMANENT, ended_silently, root_cause
+from finetune_operator.backends.root_cause import PERMANENT_CODES, ended_silently, root_cause
 from finetune_operator.errors import BackendError
 from finetune_trainer.config import ContractModel, ExitCode, FailureClass, Termination
 
@@ -170,7 +170,7 @@ def _failed(end: RunEnd, last_words: Mapping[int, Termination], url: str) -> Obs
     """
     cause = end.text or end.code or "without a reason"
     message = f"Azure ML reports that the job failed ({cause}); see {url}"
-    is_permanent = any(one.exit_code in PERMANENT for one in last_words.values())
+    is_permanent = any(one.exit_code in PERMANENT_CODES for one in last_words.values())
     preempted = _PREEMPTION_ERROR if last_words else _PREEMPTED  # the error text may quote a log
     if preempted.search(end.text) and not is_permanent:
         return _failure(FailureClass.PREEMPTED, f"Azure ML has preempted nodes ({cause})")
