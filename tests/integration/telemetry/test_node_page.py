@@ -123,6 +123,28 @@ def test_a_large_body_is_refused_unread(page: NodePage, telemetry: Telemetry) ->
     assert not telemetry.take_save_request()
 
 
+def test_a_checkpoint_cannot_be_requested_over_the_network(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))  # sends no packet; chooses this machine's own address
+        except OSError as error:
+            pytest.skip(f"this machine has only loopback addresses: {error}")
+        address = route.getsockname()[0]
+    config = TelemetryConfig(metrics_port=free_ports(1), metrics_host="0.0.0.0")
+    with node_page(config, 0, 1) as page, ExitStack() as stack:
+        telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=Shared(page, 0))
+        stack.callback(telemetry.close)
+        telemetry.step(step(3))
+        url = f"http://{address}:{config.metrics_port}/metrics"
+        answer = ask(url, "POST", "/checkpoint", b"{}")
+        assert answer.status == 403
+        assert "inside the pod" in json.loads(answer.text)["message"]
+        assert ask(url, "GET", "/progress").status == 200
+        assert not telemetry.take_save_request()
+        assert ask(page.url, "POST", "/checkpoint", b"{}").status == 202
+        assert telemetry.take_save_request()
+
+
 def test_a_client_that_says_nothing_blocks_nobody(page: NodePage) -> None:
     assert page.url is not None
     url = urlsplit(page.url)

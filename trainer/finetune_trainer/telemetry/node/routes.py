@@ -19,7 +19,8 @@ from finetune_trainer.telemetry.node.server import JSON, Response, Route, Routes
 def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None = None) -> Routes:
     """Return the routes: GET /metrics on each node, the others on rank 0's node only.
 
-    The others are GET /progress, POST /checkpoint, and POST /ranks for the job's other nodes.
+    The others are GET /progress, POST /checkpoint, which accepts loopback connections only, and
+    POST /ranks for the job's other nodes.
     """
     page = RankCollector(ranks, watch)
 
@@ -49,7 +50,7 @@ def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None =
     return {
         "/metrics": Route("GET", metrics),
         "/progress": Route("GET", progress),
-        "/checkpoint": Route("POST", checkpoint),
+        "/checkpoint": Route("POST", checkpoint, is_local=True),
         PEERS_PATH: Route("POST", news, MAX_NEWS_BYTES),
     }
 

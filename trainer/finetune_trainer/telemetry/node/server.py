@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ class Route(NamedTuple):
         method: HTTP method of the request.
         handle: Returns the response to a body at once, in any thread.
         max_body_bytes: Limit of a request's body; a longer one is refused unread.
+        is_local: Whether connections from outside the pod or machine are refused.
     """
 
     method: str
     handle: Callable[[bytes], Response]
     max_body_bytes: int = _MAX_BODY_BYTES
+    is_local: bool = False
 
 
 Routes = Mapping[str, Route]
@@ -78,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         route = routes[self.path]
         if self.command != route.method:
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, explain=f"use {route.method}")
+        elif route.is_local and not ip_address(self.client_address[0]).is_loopback:
+            self.send_error(HTTPStatus.FORBIDDEN, explain="connect from inside the pod or machine")
         elif not length.isdecimal() or int(length) > route.max_body_bytes:
             most = f"send at most {route.max_body_bytes} bytes"
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=most)
