@@ -136,9 +136,9 @@ def test_a_checkpoint_cannot_be_requested_over_the_network(tmp_path: Path) -> No
         stack.callback(telemetry.close)
         telemetry.step(step(3))
         url = f"http://{address}:{config.metrics_port}/metrics"
-        answer = ask(url, "POST", "/checkpoint", b"{}")
-        assert answer.status == 403
-        assert "inside the pod" in json.loads(answer.text)["message"]
+        response = ask(url, "POST", "/checkpoint", b"{}")
+        assert response.status == 403
+        assert "inside the pod" in json.loads(response.text)["message"]
         assert ask(url, "GET", "/progress").status == 200
         assert not telemetry.take_save_request()
         assert ask(page.url, "POST", "/checkpoint", b"{}").status == 202
