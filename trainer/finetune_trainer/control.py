@@ -159,15 +159,21 @@ class Agreed(NamedTuple):
         stop: A rank was asked to stop, so all commit a checkpoint and leave.
         save: A rank wants a checkpoint now.
         is_overtaken: Rank 0 has found a higher claim on a folder, so all leave at once.
+        profile_steps: Number of steps to profile from the next one on.
     """
 
     stop: bool
     save: bool
     is_overtaken: bool = False
+    profile_steps: int = 0
 
-    def merged(self, *, save: bool, is_overtaken: bool) -> Self:
-        """Return this result combined with other votes."""
-        return self._replace(save=self.save or save, is_overtaken=self.is_overtaken or is_overtaken)
+    def merged(self, other: Self) -> Self:
+        """Return this result combined with the votes of `other`, except for its stop."""
+        return self._replace(
+            save=self.save or other.save,
+            is_overtaken=self.is_overtaken or other.is_overtaken,
+            profile_steps=max(self.profile_steps, other.profile_steps),
+        )
 
 
 class Agreement:
@@ -183,33 +189,35 @@ class Agreement:
         self._in_flight: tuple[Work, torch.Tensor] | None = None
         self._open = Agreed(False, False)  # votes seen between boundaries, for the next one
 
-    def exchange(self, stop: bool, save: bool = False, is_overtaken: bool = False) -> Agreed:
+    def exchange(
+        self, stop: bool, save: bool = False, is_overtaken: bool = False, profile_steps: int = 0
+    ) -> Agreed:
         """Cast this rank's votes and return all ranks' votes of the previous boundary."""
-        agreed = self._vote(stop, save, is_overtaken)
+        agreed = self._vote(Agreed(stop, save, is_overtaken, profile_steps))
         earlier, self._open = self._open, Agreed(False, False)
-        return agreed.merged(save=earlier.save, is_overtaken=earlier.is_overtaken)
+        return agreed.merged(earlier)
 
     def is_stopping(self, stop: bool) -> bool:
         """Vote for a stop between two boundaries; all other votes wait for the next boundary."""
-        agreed = self._vote(stop, False)
-        self._open = self._open.merged(save=agreed.save, is_overtaken=agreed.is_overtaken)
+        agreed = self._vote(Agreed(stop, False))
+        self._open = self._open.merged(agreed)
         return agreed.stop
 
     def any(self, vote: bool) -> bool:
         """Return whether any rank votes True; waits for all ranks, however long they work."""
         self._liveness_barrier()
-        own = self._vote(vote, False)
+        own = self._vote(Agreed(vote, False))
         return (self.finish_vote() or own).stop
 
-    def _vote(self, stop: bool, save: bool, is_overtaken: bool = False) -> Agreed:
+    def _vote(self, own: Agreed) -> Agreed:
         if self._group is None:
-            return Agreed(stop, save, is_overtaken)
+            return own
 
         import torch
         import torch.distributed as dist
 
         before = self.finish_vote()
-        votes = torch.tensor([stop, save, is_overtaken], dtype=torch.int32)
+        votes = torch.tensor(own, dtype=torch.int32)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None  # async_op=True always returns the handle
         self._in_flight = (work, votes)
@@ -220,8 +228,10 @@ class Agreement:
         if self._in_flight is None:
             return None
         (work, votes), self._in_flight = self._in_flight, None
-        work.wait()  # finished long ago: the 12 bytes were sent a whole step ago
-        return Agreed(*map(bool, votes.tolist()))
+        work.wait()  # finished long ago: the 16 bytes were sent a whole step ago
+        *flags, profile_steps = votes.tolist()
+        stop, save, is_overtaken = map(bool, flags)
+        return Agreed(stop, save, is_overtaken, profile_steps)
 
 
 def unless_stopped(agreement: Agreement, stop: StopSignal, work: Callable[[], _T]) -> _T:

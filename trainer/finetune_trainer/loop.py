@@ -28,6 +28,7 @@ from finetune_trainer.garbage import gc_every
 from finetune_trainer.gpu import device_clock
 from finetune_trainer.model.loss import loss_inputs, scale_factor
 from finetune_trainer.numerics import DeferredMetrics
+from finetune_trainer.profiling import Profiler
 from finetune_trainer.schedule import learning_rate
 from finetune_trainer.step_counters import StepCounters
 from finetune_trainer.stopping import Patience
@@ -64,10 +65,12 @@ class Run:
     pad_id: int
     flops_of_rows: memoryview | None  # None if not known
     numbers: DeferredMetrics = field(init=False)
+    profiler: Profiler = field(init=False)
 
     def __post_init__(self) -> None:
         origin = self.dataset.origin
         self.numbers = DeferredMetrics(self.world, self.agreement, self.telemetry, origin)
+        self.profiler = Profiler(self.config, self.world, self.telemetry)
 
 
 def train(run: Run, first_step: int) -> int:
@@ -93,6 +96,7 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
     phases, lap = run.telemetry.phases, Lap(run.telemetry.phases)
     phases.follow(device_clock(run.world.device))
     for step in range(first_step, plan.total_steps):
+        run.profiler.begin_step(step + 1)
         label_tokens = plan.label_tokens(step)
         scale = scale_factor(label_tokens, run.world.world_size)
         micro_batches = plan.rank_packs(step, run.world.rank, run.world.world_size)
@@ -117,20 +121,29 @@ def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:
         run.numbers.report()
         if step == first_step:
             failpoint("first-step", step + 1)
-        report = step_report(plan, step, rate, work, lap)
+        report = step_report(plan, step, rate, work, lap, run.profiler.is_recording)
         run.numbers.put(report, total, grad_norm, losses, micro_batches)
         phases.enter(TimedPhase.OTHER)
+        run.profiler.end_step(step + 1)
         has_ended = _boundary(run, step + 1)
         collect(step + 1)
         if has_ended:
             break
     run.numbers.report()
+    run.profiler.end_step(step + 1, is_last=True)
     phases.follow(None)
     run.agreement.finish_vote()
     return step + 1
 
 
-def step_report(plan: DataPlan, step: int, rate: float, work: StepCounters, lap: Lap) -> StepReport:
+def step_report(
+    plan: DataPlan,
+    step: int,
+    rate: float,
+    work: StepCounters,
+    lap: Lap,
+    is_profiled: bool = False,
+) -> StepReport:
     """Return the report of a step, counted from 0; its loss and norm are added later."""
     return StepReport(
         step=step + 1,
@@ -140,6 +153,7 @@ def step_report(plan: DataPlan, step: int, rate: float, work: StepCounters, lap:
         learning_rate=rate,
         tokens=plan.tokens(step),
         samples=plan.samples(step),
+        is_profiled=is_profiled,
         **work.done(),
         **lap.ended(),
     )
@@ -171,9 +185,12 @@ def _boundary(run: Run, step: int) -> bool:
         run.telemetry.phase(Phase.SAVING if is_last else Phase.TRAINING)
     wants = run.store.wants_save(step, perf_counter()) or run.telemetry.take_save_request()
     lost = run.fence.lost if run.fence is not None else None
-    agreed = run.agreement.exchange(run.stop.requested, wants, is_overtaken=lost is not None)
+    profile_steps = run.telemetry.profile_requests.take()
+    agreed = run.agreement.exchange(run.stop.requested, wants, lost is not None, profile_steps)
     if agreed.is_overtaken:
         raise lost or OvertakenError("rank 0 found that a later attempt writes to its folders")
+    if agreed.profile_steps:
+        run.profiler.request(step + 1, agreed.profile_steps, run.plan.total_steps)
     is_leaving = agreed.stop and not is_last
     if is_leaving and run.store.is_enabled and _is_too_late_to_save(run):
         raise preempted(run.stop, f"after step {step}, too late to save it")

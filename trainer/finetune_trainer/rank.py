@@ -52,6 +52,7 @@ from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.model.vocabulary import refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
+from finetune_trainer.profiling import record_memory_history
 from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
@@ -186,6 +187,7 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     agreement, stop = run.agreement, run.stop
     first_step = resume(run)
     keep_output_dtype(run, first_step)
+    run.profiler.check(first_step, run.plan.total_steps)
     if first_step == 0:
         if run.evaluate is not None:
             evaluate(run, 0)
@@ -199,6 +201,7 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     message = choose_weights(run, last_step)
     answer_prompts(run, tokenizer, when="after")
     artifacts = export_model(run, tokenizer)
+    run.profiler.finish()
     run.telemetry.phase(Phase.DONE)
     return Termination(
         failure_class=FailureClass.COMPLETED,
@@ -309,6 +312,7 @@ def _load(
         _check_memory(config, world, int(dataset.lengths.max()))
     if config.training.compile:
         report_compilations(telemetry.compiling)
+    record_memory_history(config)
     failpoint("loading")
     place = load_device(config, world.rank, world.device)
     with loading_model():

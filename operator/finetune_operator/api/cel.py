@@ -68,6 +68,7 @@ def _check_one(
 ) -> Iterator[Finding]:
     program = _compiled(validation["rule"])
     context = Context({"self": _to_cel(value, schema)})
+    context.add_function("split", str.split)  # of the API server's string functions the only one
     if "oldSelf" in program.variables():
         if old is _ABSENT:
             return

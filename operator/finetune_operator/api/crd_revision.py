@@ -19,6 +19,7 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "96101c3c64796ffb",
         "1f1abc858e01c143",
         "44fab74958eb6b11",
+        "3d8dcc33e9bb9d9b",
     ),
     "finetuneprofiles.finetune.dev": ("362787d33b140532", "6f98f3cd2cb98ef1", "157fd2c5fd3280ea"),
 }

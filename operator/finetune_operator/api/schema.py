@@ -17,8 +17,8 @@ class Rule:
 
     The message is printed after path and value, so it starts with the verb: "must be at most nodes"
     becomes `spec.topology.minNodes 4 must be at most nodes`. A rule uses only functions that both
-    the API server and common-expression-language support, and never `size()` of a string, which
-    counts bytes in the API server and characters in the library.
+    the API server and common-expression-language support, or that `cel.py` adds, and never `size()`
+    of a string, which counts bytes in the API server and characters in the library.
 
     Attributes:
         expression: CEL that must hold; `self` is the value with the rule. A rule that names

@@ -1,4 +1,4 @@
-"""Derive the trainer's configuration from a plan; the only module that imports both contracts."""
+"""Derive the trainer's configuration from a plan."""
 
 import re
 from collections.abc import Callable
@@ -109,6 +109,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             gpu_metrics=locations.gpu_metrics.value,
             sample_prompts=tuple(spec.observability.sample_prompts),
             collective_timings=spec.observability.collective_timings,
+            profile=_profile(plan),
         ),
         control=trainer.ControlConfig(
             hang_seconds=spec.deadlines.hang_seconds,
@@ -119,6 +120,25 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         termination_grace_seconds=spec.deadlines.termination_grace_seconds,
         take_over=spec.take_over,
         listing_lag_seconds=locations.listing_lag_seconds,
+    )
+
+
+def _profile(plan: Plan) -> trainer.ProfileConfig | None:
+    """Return the steps to profile, without ranks that an attempt on fewer nodes lacks."""
+    wanted = plan.job.spec.observability.profile
+    if wanted is None:
+        return None
+    ranks = [rank for rank in wanted.ranks or [0] if rank < plan.world_size]
+    if not ranks:
+        return None
+    first, _, last = wanted.steps.partition("-")
+    return trainer.ProfileConfig(
+        first_step=int(first),
+        last_step=int(last or first),
+        ranks=tuple(ranks),
+        stacks=wanted.stacks is True,
+        memory=wanted.memory is True,
+        nvtx=wanted.nvtx is True,
     )
 
 

@@ -112,7 +112,10 @@ def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_
         },
         training={"max_steps": 100_000, "eval_every_steps": 5, "micro_batch_size": 2},
         checkpoint={"every_seconds": 86_400},  # the one that the page is asked for comes before
-        telemetry={"metrics_port": port},
+        telemetry={
+            "metrics_port": port,
+            "profile": {"first_step": 2, "last_step": 2, "ranks": (0, 1)},
+        },
         world={"restarts_in_place": 1},
     )
     path = tmp_path / "config.json"

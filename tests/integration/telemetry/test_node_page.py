@@ -1,4 +1,4 @@
-"""The page of a training node: what it answers, and that it does so whatever its ranks do."""
+"""The page of a training node: its responses, in any state of its ranks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from finetune_trainer.config import Phase, Progress, TelemetryConfig
+from finetune_trainer.config import Phase, ProfileReport, Progress, TelemetryConfig
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.node.start_page import node_page
 from finetune_trainer.telemetry.shared import NodePage, Shared
@@ -75,34 +75,77 @@ def telemetry(tmp_path: Path, page: NodePage) -> Iterator[Telemetry]:
 def test_the_metrics_page_is_what_prometheus_reads(page: NodePage, telemetry: Telemetry) -> None:
     telemetry.step(step(1))
     assert telemetry.progress.metrics_url == page.url
-    answer = ask(page.url, "GET", "/metrics")
-    assert (answer.status, answer.headers["Content-Type"].split(";")[0]) == (200, "text/plain")
-    assert "# TYPE finetune_train_tokens_total counter" in answer.text
+    response = ask(page.url, "GET", "/metrics")
+    assert (response.status, response.headers["Content-Type"].split(";")[0]) == (200, "text/plain")
+    assert "# TYPE finetune_train_tokens_total counter" in response.text
     assert scrape(page.url)["finetune_train_global_step", "0"] == 1
 
 
 def test_progress_is_served_as_rank_0_has_it(page: NodePage, telemetry: Telemetry) -> None:
     telemetry.phase(Phase.TRAINING)
     telemetry.step(step(3))
-    answer = ask(page.url, "GET", "/progress")
-    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
-    assert Progress.model_validate_json(answer.text) == telemetry.progress
+    response = ask(page.url, "GET", "/progress")
+    assert (response.status, response.headers["Content-Type"]) == (200, "application/json")
+    assert Progress.model_validate_json(response.text) == telemetry.progress
 
 
 def test_a_posted_checkpoint_is_requested_from_the_loop(
     page: NodePage, telemetry: Telemetry
 ) -> None:
-    answer = ask(page.url, "POST", "/checkpoint", b"{}")
-    assert answer.status == 202
-    assert "next step boundary" in json.loads(answer.text)["message"]
+    response = ask(page.url, "POST", "/checkpoint", b"{}")
+    assert response.status == 202
+    assert "next step boundary" in json.loads(response.text)["message"]
     assert telemetry.take_save_request()
     assert not telemetry.take_save_request()
+
+
+def test_one_profile_at_a_time_is_requested_from_the_loop(
+    page: NodePage, telemetry: Telemetry
+) -> None:
+    requests = telemetry.profile_requests
+    assert requests.take() == 0
+    assert ask(page.url, "POST", "/profile", b'{"steps": 10}').status == 202
+    assert ask(page.url, "POST", "/profile").status == 409  # not begun
+    assert requests.take() == 10
+    assert requests.take() == 0
+    assert ask(page.url, "POST", "/profile").status == 409  # being recorded
+    written = ProfileReport(first_step=3, last_step=12, path="run/profiles/a")
+    telemetry.profiled(written)
+    text = ask(page.url, "GET", "/progress").text
+    assert Progress.model_validate_json(text).profile == written
+    assert ask(page.url, "POST", "/profile", b"{}").status == 202
+    assert requests.take() == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"steps": 0}',
+        b'{"steps": 11}',
+        b'{"steps": "3"}',
+        b'{"steps": true}',
+        b'{"steps": 2.5}',
+        b'{"steps": null}',
+        b'{"step": 3}',
+        b"[3]",
+        b"3",
+        b"steps=3",
+        b"\xff",
+    ],
+)
+def test_a_wrong_request_for_a_profile_is_refused(
+    page: NodePage, telemetry: Telemetry, body: bytes
+) -> None:
+    response = ask(page.url, "POST", "/profile", body)
+    assert (response.status, "1 to 10" in response.text) == (400, True)
+    assert telemetry.profile_requests.take() == 0
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
+        ("GET", "/profile", 405),
         ("GET", "/checkpoint", 405),
         ("POST", "/metrics", 405),
         ("POST", "/progress", 405),
@@ -111,7 +154,7 @@ def test_a_posted_checkpoint_is_requested_from_the_loop(
         ("PUT", "/elsewhere", 404),
     ],
 )
-def test_anything_else_is_refused_and_changes_nothing(
+def test_anything_else_is_refused_without_effect(
     page: NodePage, telemetry: Telemetry, method: str, path: str, status: int
 ) -> None:
     assert ask(page.url, method, path).status == status
@@ -145,18 +188,18 @@ def test_a_checkpoint_cannot_be_requested_over_the_network(tmp_path: Path) -> No
         assert telemetry.take_save_request()
 
 
-def test_a_client_that_says_nothing_blocks_nobody(page: NodePage) -> None:
+def test_a_silent_client_does_not_block_others(page: NodePage) -> None:
     assert page.url is not None
     url = urlsplit(page.url)
     with socket.create_connection((url.hostname, url.port)):
         assert scrape(page.url) == {}
 
 
-def test_before_rank_0_has_begun_its_page_says_to_ask_again(page: NodePage) -> None:
+def test_before_rank_0_has_begun_its_page_asks_for_a_retry(page: NodePage) -> None:
     for method, path in (("GET", "/progress"), ("POST", "/checkpoint")):
-        answer = ask(page.url, method, path)
-        assert answer.status == 503
-        assert "rank 0 has not reported" in json.loads(answer.text)["message"]
+        response = ask(page.url, method, path)
+        assert response.status == 503
+        assert "rank 0 has not reported" in json.loads(response.text)["message"]
 
 
 def test_another_node_has_its_own_ranks_and_sends_to_the_node_of_rank_0(
@@ -166,9 +209,9 @@ def test_another_node_has_its_own_ranks_and_sends_to_the_node_of_rank_0(
     Shared(second, 3)
     assert scrape(second.url)["finetune_train_steps_total", "3"] == 0
     for method, path in (("GET", "/progress"), ("POST", "/checkpoint")):
-        answer = ask(second.url, method, path)
-        assert answer.status == 404
-        assert "rank 0 is on another node" in json.loads(answer.text)["message"]
+        response = ask(second.url, method, path)
+        assert response.status == 404
+        assert "rank 0 is on another node" in json.loads(response.text)["message"]
 
 
 def test_a_taken_port_is_a_warning_of_the_first_rank_and_the_next_one_serves(
@@ -194,7 +237,7 @@ def test_a_taken_port_is_a_warning_of_the_first_rank_and_the_next_one_serves(
     assert second.progress.warnings == ()
 
 
-def test_twenty_taken_ports_are_a_warning_and_training_goes_on(
+def test_twenty_taken_ports_are_a_warning_and_training_continues(
     tmp_path: Path, serve: Callable[..., NodePage]
 ) -> None:
     first = free_ports(20)
@@ -281,7 +324,7 @@ time.sleep(600)
 
 
 class Ranks:
-    """Four ranks of one node, of which only the first goes on."""
+    """Four ranks of one node, of which only the first continues."""
 
     def __init__(self, folder: Path, page: NodePage) -> None:
         self.acts = ("run", "hold the GIL", "be stopped", "die")
@@ -408,7 +451,7 @@ def test_a_page_ends_with_its_supervisor_even_when_that_is_killed(run: Callable[
     assert one.main.wait() == -signal.SIGKILL
 
 
-def test_counters_go_on_over_a_restart_in_place_and_the_page_answers_throughout(
+def test_counters_continue_over_a_restart_in_place_and_the_page_responds_throughout(
     run: Callable[..., Run],
 ) -> None:
     one = run(world={"restarts_in_place": 1})

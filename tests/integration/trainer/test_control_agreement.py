@@ -7,7 +7,8 @@ from pathlib import Path
 
 from support.launch.launches import clean_environment, free_port, train_config
 
-# Casts the votes given as JSON [[stop, save] by boundary] and prints what was agreed at each.
+# Casts the votes given as JSON [[stop, save, overtaken, steps to profile] by boundary] and prints
+# what was agreed at each.
 VOTE = """
 import json, sys, time
 from pathlib import Path
@@ -26,9 +27,10 @@ with open_world(config) as world:
             seen.append(agreed)
         seen.append(agreement.finish_vote())
     agreement = Agreement(world)
-    agreement.exchange(False, world.rank == 0)
+    agreement.exchange(False, world.rank == 0, False, 3 if world.rank == 0 else 0)
     polls = [agreement.is_stopping(world.rank == 1 and poll == 1) for poll in range(3)]
-    between = [polls, agreement.exchange(False).save]
+    later = agreement.exchange(False)
+    between = [polls, later.save, later.profile_steps]
     at_once = [agreement.any(world.rank == 1), agreement.any(False)]
     told = gather_objects(world.control_group, f"from rank {world.rank}")
 print(json.dumps([seen, between, at_once, told]))
@@ -36,7 +38,7 @@ leave(0)
 """
 
 
-KINDS = ("stop", "save", "overtaken")
+KINDS = ("stop", "save", "overtaken", "profile")
 
 
 def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[object]]]:
@@ -57,7 +59,7 @@ def agreed(folder: Path, plans: list[list[list[list[bool]]]]) -> list[list[list[
     outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     seen, between, at_once, told = zip(*(json.loads(output) for output in outputs), strict=True)
-    assert between == ([[False, False, True], True],) * 2, "a save waits for the next boundary"
+    assert between == ([[False, False, True], True, 3],) * 2, "only a stop is seen between steps"
     assert at_once == ([True, False],) * 2
     assert told == (["from rank 0", "from rank 1"],) * 2
     return list(seen)
@@ -72,7 +74,7 @@ def plan(boundaries: int, *votes: tuple[int, int, str]) -> list[list[list[bool]]
 
 
 def expected(boundaries: int, *votes: tuple[int, int, str]) -> list[list[bool]]:
-    """Return what every rank must see: each vote one boundary after it was cast."""
+    """Return the votes that every rank must see, one boundary after they were cast."""
     cast = {(at, kind) for _, at, kind in votes}
     first = [False for _ in KINDS]
     return [first, *([(at, kind) in cast for kind in KINDS] for at in range(boundaries))]
@@ -87,6 +89,7 @@ def test_every_rank_sees_every_vote_at_the_same_boundary(tmp_path: Path) -> None
         [(0, 2, "save"), (1, 4, "stop")],
         [(0, 1, "save"), (1, 1, "save"), (1, 2, "save")],
         [(0, 3, "overtaken"), (1, 3, "stop")],
+        [(0, 1, "profile"), (1, 1, "save")],
     ]
     first, second = agreed(tmp_path, [plan(6, *each) for each in votes])
     assert first == second == [line for each in votes for line in expected(6, *each)]

@@ -131,7 +131,9 @@ def test_what_comes_before_and_after_steps_may_take_longer(
     assert not Watched(telemetry, tmp_path / "stacks").has_ended(3 * OF_STEPS.seconds)
 
 
-@pytest.mark.parametrize("phase", [TimedPhase.EVAL, TimedPhase.CHECKPOINT_BLOCKING])
+@pytest.mark.parametrize(
+    "phase", [TimedPhase.EVAL, TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.PROFILING]
+)
 def test_what_a_step_waits_for_may_take_longer_and_is_forgotten_behind_it(
     phase: TimedPhase, telemetry: Telemetry, tmp_path: Path
 ) -> None:

@@ -323,9 +323,13 @@ def test_a_long_step_has_more_patience() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "cause"),
-    [("checkpoint_blocking", SuspectCause.CHECKPOINT), ("eval", SuspectCause.STUCK)],
+    [
+        ("checkpoint_blocking", SuspectCause.CHECKPOINT),
+        ("eval", SuspectCause.STUCK),
+        ("profiling", SuspectCause.STUCK),
+    ],
 )
-def test_who_saves_or_evaluates_may_take_minutes(phase: str, cause: SuspectCause) -> None:
+def test_who_saves_evaluates_or_profiles_may_take_minutes(phase: str, cause: SuspectCause) -> None:
     run = Run(0.1, 0.1)
     run.steps(20)
     stuck(run)(0)

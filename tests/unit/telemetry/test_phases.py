@@ -196,14 +196,23 @@ def test_the_times_of_a_step_lose_nothing_between_two_steps(bench: Bench) -> Non
     first = lap.ended()
     bench.wait(4, TimedPhase.EVAL)
     bench.wait(8, TimedPhase.CHECKPOINT_BLOCKING)
+    bench.wait(32, TimedPhase.PROFILING)
     bench.wait(16, FORWARD)
     bench.clock.enter(LOGGING)
-    assert first == pytest.approx(
-        {"seconds": 3, "data_wait_seconds": 1, "checkpoint_blocking_seconds": 0}
-    )
-    assert lap.ended() == pytest.approx(
-        {"seconds": 24, "data_wait_seconds": 0, "checkpoint_blocking_seconds": 8}
-    )
+    names = ("seconds", "data_wait_seconds", "checkpoint_blocking_seconds", "profiling_seconds")
+    assert first == pytest.approx(dict(zip(names, (3, 1, 0, 0), strict=True)))
+    assert lap.ended() == pytest.approx(dict(zip(names, (24, 0, 8, 32), strict=True)))
+
+
+def test_a_listener_is_called_with_each_phase_until_it_is_removed(bench: Bench) -> None:
+    heard: list[TimedPhase] = []
+    bench.clock.enter(FORWARD)
+    bench.clock.listen(heard.append)
+    with bench.clock.within(LOGGING):
+        pass
+    bench.clock.listen(None)
+    bench.clock.enter(LOGGING)
+    assert heard == [LOGGING, FORWARD]
 
 
 SWITCH_FOR_EVER = """

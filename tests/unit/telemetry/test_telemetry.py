@@ -17,6 +17,7 @@ from finetune_trainer.config import (
     metrics,
 )
 from finetune_trainer.telemetry import Gpu, GpuMemory, StepReport, Telemetry
+from finetune_trainer.telemetry.boundary import read_boundary
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.numbers import info_labels
@@ -121,6 +122,26 @@ def test_speed_and_time_left_follow_the_steps(telemetry: Telemetry) -> None:
         telemetry.step(report(step, tokens=50, seconds=0.5))
     assert telemetry.progress.tokens_per_second == pytest.approx(100, rel=1e-3)
     assert telemetry.progress.eta_seconds == 0
+
+
+def test_profiled_steps_are_left_out_of_speed_time_left_and_comparisons(
+    tmp_path: Path, clock: Clock
+) -> None:
+    shared = Shared(NodePage(), 0)
+    config = train_config(tmp_path)
+    telemetry = Telemetry(config, rank=0, world_size=2, clock=clock, shared=shared)
+    telemetry.plan(10)
+    for step in range(1, 4):
+        telemetry.step(report(step, seconds=0.5))
+    known = telemetry.progress
+    telemetry.step(report(4, seconds=30.0, is_profiled=True))
+    telemetry.step(report(5, seconds=0.5, profiling_seconds=20.0))
+    assert telemetry.progress.tokens_per_second == pytest.approx(known.tokens_per_second)
+    assert telemetry.progress.eta_seconds == pytest.approx(5 * 0.5)
+    boundary = read_boundary(shared.block.snapshot())
+    assert boundary is not None
+    assert (boundary.steps, boundary.apart_seconds) == (5, 30.0)
+    telemetry.close()
 
 
 def test_only_the_evaluation_before_the_first_step_counts_as_before(telemetry: Telemetry) -> None:

@@ -29,6 +29,7 @@ from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode
 from finetune_trainer.config.report import FailureClass as FailureClass
 from finetune_trainer.config.report import Phase as Phase
+from finetune_trainer.config.report import ProfileReport as ProfileReport
 from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
 from finetune_trainer.config.report import Suspect as Suspect
@@ -47,9 +48,11 @@ from finetune_trainer.config.train import ENV_NODE_NAME as ENV_NODE_NAME
 from finetune_trainer.config.train import ENV_NODE_RANK as ENV_NODE_RANK
 from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH
+from finetune_trainer.config.train import MAX_PROFILED_STEPS as MAX_PROFILED_STEPS
 from finetune_trainer.config.train import CheckpointConfig as CheckpointConfig
 from finetune_trainer.config.train import ControlConfig as ControlConfig
 from finetune_trainer.config.train import OutputConfig as OutputConfig
+from finetune_trainer.config.train import ProfileConfig as ProfileConfig
 from finetune_trainer.config.train import StrategyConfig as StrategyConfig
 from finetune_trainer.config.train import TelemetryConfig as TelemetryConfig
 from finetune_trainer.config.train import TrainConfig as TrainConfig

@@ -55,6 +55,7 @@ class TimedPhase(StrEnum):
     COMM_EXPOSED = "comm_exposed"
     CHECKPOINT_BLOCKING = "checkpoint_blocking"
     EVAL = "eval"
+    PROFILING = "profiling"
     LOGGING = "logging"
     OTHER = "other"
 

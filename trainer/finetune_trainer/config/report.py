@@ -80,6 +80,15 @@ class SampleAnswer(ContractModel):
     after: str | None = None
 
 
+class ProfileReport(ContractModel):
+    """A profile that was written, or could not be written."""
+
+    first_step: Count
+    last_step: Count
+    path: str = Field(description="Folder of the files, one per profiled rank.")
+    error: str | None = Field(None, description="Why the file of rank 0 is missing.")
+
+
 class DataReport(ContractModel):
     """Counts of the rows, including truncated rows."""
 
@@ -187,6 +196,7 @@ class Progress(ContractModel):
     train_data: DataReport | None = None
     eval_data: DataReport | None = None
     metrics_url: str | None = None
+    profile: ProfileReport | None = Field(None, description="The newest profile of this attempt.")
     warnings: tuple[str, ...] = ()
     suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = Field(
         (), description="Ranks that now hold the others back, found by the page of rank 0's node."

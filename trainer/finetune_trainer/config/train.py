@@ -153,6 +153,40 @@ class OutputConfig(ContractModel):
         return self
 
 
+MAX_PROFILED_STEPS = 10
+
+
+class ProfileConfig(ContractModel):
+    """Steps of which ranks write a torch.profiler trace."""
+
+    first_step: Annotated[int, Field(ge=1)]
+    last_step: Annotated[int, Field(ge=1)]
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    stacks: bool = Field(False, description="Add the Python stack of each operator.")
+    memory: bool = Field(
+        False,
+        description="Record the stacks of GPU memory allocations, and write a memory snapshot "
+        "after the steps and on OutOfMemory; cuda only.",
+    )
+    nvtx: bool = Field(
+        False,
+        description="Mark the phases for Nsight Systems, which then records the GPU in place of "
+        "torch.profiler; cuda only.",
+    )
+
+    @model_validator(mode="after")
+    def _steps_are_few(self) -> Self:
+        steps = f"spec.observability.profile.steps {self.first_step}-{self.last_step}"
+        if self.last_step < self.first_step:
+            raise ValueError(f"{steps} ends before it begins; write FIRST-LAST")
+        if self.last_step - self.first_step >= MAX_PROFILED_STEPS:
+            raise ValueError(
+                f"{steps} has more than {MAX_PROFILED_STEPS} steps, whose trace no viewer could "
+                "open; choose fewer"
+            )
+        return self
+
+
 class TelemetryConfig(ContractModel):
     """Reports of the run during training."""
 
@@ -169,6 +203,9 @@ class TelemetryConfig(ContractModel):
     )
     collective_timings: bool = Field(
         False, description="Time NCCL's collectives on the GPU; cuda only."
+    )
+    profile: ProfileConfig | None = Field(
+        None, description="Steps to profile; None profiles only on request."
     )
 
 
@@ -243,6 +280,21 @@ class TrainConfig(ContractModel):
                 "spec.observability.collectiveTimings needs GPUs; remove it: collectives between "
                 "CPUs are always timed"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _profile_is_of_this_world(self) -> Self:
+        profile = self.telemetry.profile
+        if profile is None:
+            return self
+        field, last = "spec.observability.profile", self.world.world_size - 1
+        if max(profile.ranks) > last:
+            raise ValueError(
+                f"{field}.ranks has {max(profile.ranks)}, but the ranks are 0 to {last}; remove it"
+            )
+        for name in ("memory", "nvtx"):
+            if getattr(profile, name) and self.world.device == "cpu":
+                raise ValueError(f"{field}.{name} needs GPUs; remove it")
         return self
 
     @model_validator(mode="after")

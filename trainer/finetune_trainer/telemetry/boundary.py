@@ -17,13 +17,15 @@ from finetune_trainer.telemetry.slots import Block, Word, layout_of_node
 
 _place = layout_of_node().place
 _EXPOSED = _place(PHASE_SECONDS, TimedPhase.COMM_EXPOSED)
+_EVAL = _place(PHASE_SECONDS, TimedPhase.EVAL)
+_PROFILING = _place(PHASE_SECONDS, TimedPhase.PROFILING)
 # Plain numbers, because access to enum members is slow.
 _SUMS = (
     (int(Word.BOUNDARY_DATA), _place(PHASE_SECONDS, TimedPhase.DATA_WAIT)),
     (int(Word.BOUNDARY_CHECKPOINT), _place(PHASE_SECONDS, TimedPhase.CHECKPOINT_BLOCKING)),
-    (int(Word.BOUNDARY_APART), _place(PHASE_SECONDS, TimedPhase.EVAL)),
 )
 _SEEN_AT, _AT, _WAITING = int(Word.SEEN_AT), int(Word.BOUNDARY_AT), int(Word.BOUNDARY_WAITING)
+_APART = int(Word.BOUNDARY_APART)
 _BEGUN, _WRITTEN = int(Word.BOUNDARIES_BEGUN), int(Word.BOUNDARIES_WRITTEN)
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -40,7 +42,8 @@ class Boundary(ContractModel):
         waiting_seconds: Time in collectives without other work.
         data_seconds: Time waiting for data.
         checkpoint_seconds: Time in saves that block a step.
-        apart_seconds: Time in work outside of steps, such as evaluation.
+        apart_seconds: Time in work outside of steps, such as evaluation, and in profiled steps,
+            whose times cannot be compared.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -58,13 +61,15 @@ class StepBoundaries:
         """Continue the count of an earlier process of this rank."""
         self._numbers, self._clock = block.numbers, clock
         self._steps = self._numbers[Word.BOUNDARIES_WRITTEN]
+        self._profiled_seconds = 0.0
 
-    def mark(self, exposed_seconds: float | None) -> None:
+    def mark(self, exposed_seconds: float | None, profiled_seconds: float = 0.0) -> None:
         """Record that a step has just ended; also counts as a report of the rank.
 
         Args:
             exposed_seconds: Time that the rank has only waited in collectives since its start; None
                 if only the device can measure it, in which case the phase clock counts.
+            profiled_seconds: Duration of the step if a rank recorded a profile in it, else 0.
         """
         numbers = self._numbers
         self._steps = steps = self._steps + 1
@@ -73,6 +78,8 @@ class StepBoundaries:
         numbers[_WAITING] = numbers[_EXPOSED] if exposed_seconds is None else exposed_seconds
         for word, place in _SUMS:
             numbers[word] = numbers[place]
+        self._profiled_seconds += profiled_seconds
+        numbers[_APART] = numbers[_EVAL] + numbers[_PROFILING] + self._profiled_seconds
         numbers[_WRITTEN] = steps
 
 

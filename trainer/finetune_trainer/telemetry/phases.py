@@ -65,6 +65,7 @@ class PhaseClock:
         self._balance = dict.fromkeys(_PHASES, 0.0)
         self._over_credited: set[TimedPhase] = set()  # over-credited by more than `_TOO_LITTLE`
         self._has_stopped = False
+        self._listener: Callable[[TimedPhase], None] | None = None
         self._switches = int(self._numbers[Word.PHASE_SWITCHES])
         # Credited in place of `phase` until `_credited_until`.
         self._credited: TimedPhase | None = None
@@ -76,6 +77,8 @@ class PhaseClock:
 
         It runs several times per step and must be nearly free, so it is a single function.
         """
+        if self._listener is not None:
+            self._listener(phase)
         now, before, first = self._clock(), self.phase, 0
         if self._device is not None:
             self._marks.append((phase, now, self._device.mark()))
@@ -117,6 +120,10 @@ class PhaseClock:
     def now(self) -> float:
         """Return the time of this clock, in seconds."""
         return self._clock()
+
+    def listen(self, listener: Callable[[TimedPhase], None] | None) -> None:
+        """Call `listener` with each phase just before it is entered; None ends the calls."""
+        self._listener = listener
 
     def move(self, source: TimedPhase, target: TimedPhase, seconds: float) -> None:
         """Transfer seconds that were counted for `source` to `target`."""

@@ -15,6 +15,7 @@ from finetune_trainer.config import (
     CheckpointRef,
     DataReport,
     Phase,
+    ProfileReport,
     Progress,
     SampleAnswer,
     TrainConfig,
@@ -31,6 +32,7 @@ from finetune_trainer.telemetry.narrator import Narrator
 from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import seconds_since_start
+from finetune_trainer.telemetry.profile_requests import ProfileRequests
 from finetune_trainer.telemetry.run_directory import RunDirectory
 from finetune_trainer.telemetry.shared import NodePage, Shared
 from finetune_trainer.telemetry.spent import SpentTime
@@ -41,7 +43,7 @@ _MAX_WARNINGS = 20
 _SECONDS_BETWEEN_STEPS = 2.0  # in progress.json
 _MAX_REPORT_DELAY_SECONDS = 0.5  # most that a step's report is delayed
 _SILENT = (Phase.TOKENIZING, Phase.EXPORTING)
-_LONG = (TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.EVAL)
+_LONG = (TimedPhase.CHECKPOINT_BLOCKING, TimedPhase.EVAL, TimedPhase.PROFILING)
 
 
 class Telemetry:
@@ -107,6 +109,7 @@ class Telemetry:
         self._numbers.begin(config.job.attempt)
         self._gpu: GpuNumbers | None = None
         self.checkpoint_costs = CheckpointCosts(self._shared.block)
+        self.profile_requests = ProfileRequests(self._shared.block)
         self._show(lambda: self._shared.publish_info(info_labels(config, rank)))
         self._update(metrics_url=self._shared.url)
         if self._shared.warning is not None:
@@ -207,7 +210,8 @@ class Telemetry:
         written immediately.
         """
         now = self._clock()
-        self._boundaries.mark(self.collectives.stepped())
+        profiled_seconds = report.seconds if report.is_profiled else 0.0
+        self._boundaries.mark(self.collectives.stepped(), profiled_seconds)
         self._pending.append((report, now))
         is_last = report.step == self._total_steps
         if is_last or now - self._reported_at >= _MAX_REPORT_DELAY_SECONDS:
@@ -240,7 +244,8 @@ class Telemetry:
         self, report: StepReport, at: float, changes: dict[str, Any], events: list[Event]
     ) -> None:
         """Report one step; add progress changes to `changes` and journal events to `events`."""
-        self._throughput.add(report.tokens, report.seconds)
+        if not report.is_profiled:
+            self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
         self._numbers.step(report, self._throughput, at)
@@ -291,6 +296,18 @@ class Telemetry:
         self._print(f"checkpoint of step {checkpoint.step} committed")
         self._update(checkpoint=checkpoint, best_checkpoint=best)
         self._numbers.checkpointed(checkpoint)
+
+    def profiled(self, report: ProfileReport) -> None:
+        """Report a profile, which is written or could not be written, and accept the next one."""
+        steps = f"steps {report.first_step} to {report.last_step}"
+        self.log("profiled", **report.model_dump())
+        if report.error is None:
+            self._print(f"profile of {steps} written to {report.path}")
+        else:
+            self.warn(f"the profile of {steps} is lost ({report.error}); training continues")
+        if self._is_main:
+            self._update(profile=report)
+            self.profile_requests.end()
 
     def answered(self, prompt: str, *, before: str | None = None, after: str | None = None) -> None:
         """Report the model's response to a sample prompt before or after training, or both."""

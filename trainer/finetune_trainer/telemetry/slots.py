@@ -40,7 +40,7 @@ class Word(IntEnum):
     SEEN_AT = 0  # seconds of the machine's monotonic clock
     PID = 1
     PROCESS_START = 2  # distinguishes processes with the same PID; see `processes`
-    SAVES_ASKED = 3  # checkpoints requested from the page; the only number that the page writes
+    SAVES_ASKED = 3  # checkpoints requested from the page, which writes this number
     SAVES_TAKEN = 4  # how many of them the rank has taken
     PHASE_SWITCHES = 5  # count of phase switches; the last bit selects the valid copy
     EVEN_RUNNING = 6  # current phase, counted from 1; 0 is none
@@ -65,6 +65,11 @@ class Word(IntEnum):
     BOUNDARY_CHECKPOINT = 23
     BOUNDARY_APART = 24
     BOUNDARIES_BEGUN = 25
+    # See `profile_requests`. The page writes the first two numbers.
+    PROFILES_ASKED = 26  # profiles requested from the page
+    PROFILE_STEPS = 27  # steps of the newest request
+    PROFILES_TAKEN = 28  # how many of the requests the rank has taken
+    IS_PROFILING = 29  # 1 from the moment a request is taken, or a profile begins, to its report
 
 
 _PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)

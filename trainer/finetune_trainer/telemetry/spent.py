@@ -15,7 +15,7 @@ class SpentTime:
         self._since = since
         self._word = SPENT_AS[Phase.STARTING]
         self._seconds = dict.fromkeys(TimeSpent.model_fields, 0.0)
-        self._waited = {"data": 0.0, "checkpoint": 0.0}
+        self._waited = {"data": 0.0, "checkpoint": 0.0, "other": 0.0}
 
     def turn(self, phase: Phase, now: float) -> None:
         """Enter a phase."""
@@ -23,9 +23,10 @@ class SpentTime:
         self._since, self._word = now, SPENT_AS[phase]
 
     def step(self, report: StepReport) -> None:
-        """Subtract a step's waiting times from its training time."""
+        """Subtract waits, and the start and stop of a profiler, from the step's training time."""
         self._waited["data"] += report.data_wait_seconds
         self._waited["checkpoint"] += report.checkpoint_blocking_seconds
+        self._waited["other"] += report.profiling_seconds
 
     def at(self, now: float) -> TimeSpent:
         """Return the seconds up to `now`, rounded to milliseconds."""

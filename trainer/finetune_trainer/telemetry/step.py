@@ -28,9 +28,12 @@ class StepReport(NamedTuple):
         rank_samples: rows of this rank.
         rank_padding: padding tokens that went through this rank's model.
         rank_flops: model FLOPs of this rank; None if not known.
-        seconds: wall time since the end of the previous step, without evaluation.
+        seconds: wall time since the end of the previous step, without evaluation and without
+            starting and stopping a profiler.
         data_wait_seconds: share of `seconds` spent waiting for batches.
         checkpoint_blocking_seconds: share of `seconds` spent on saving.
+        profiling_seconds: time in which a profiler was started or stopped, besides `seconds`.
+        is_profiled: whether a rank recorded a profile during the step, which slowed it down.
     """
 
     step: int
@@ -47,6 +50,8 @@ class StepReport(NamedTuple):
     rank_flops: float | None = None
     data_wait_seconds: float = 0.0
     checkpoint_blocking_seconds: float = 0.0
+    profiling_seconds: float = 0.0
+    is_profiled: bool = False
 
 
 class StepTimes(TypedDict):
@@ -55,6 +60,7 @@ class StepTimes(TypedDict):
     seconds: float
     data_wait_seconds: float
     checkpoint_blocking_seconds: float
+    profiling_seconds: float
 
 
 class Lap:
@@ -67,21 +73,24 @@ class Lap:
 
     def ended(self) -> StepTimes:
         """End the current step and return its times."""
-        (at, waited, blocked, evaluated), now = self._began, self._now()
+        (at, waited, blocked, evaluated, profiled), now = self._began, self._now()
         self._began = now
+        profiling = now[4] - profiled
         return {
-            "seconds": now[0] - at - (now[3] - evaluated),
+            "seconds": now[0] - at - (now[3] - evaluated) - profiling,
             "data_wait_seconds": now[1] - waited,
             "checkpoint_blocking_seconds": now[2] - blocked,
+            "profiling_seconds": profiling,
         }
 
-    def _now(self) -> tuple[float, float, float, float]:
+    def _now(self) -> tuple[float, float, float, float, float]:
         spent = self._phases.spent
         return (
             self._phases.now(),
             spent(TimedPhase.DATA_WAIT),
             spent(TimedPhase.CHECKPOINT_BLOCKING),
             spent(TimedPhase.EVAL),
+            spent(TimedPhase.PROFILING),
         )
 
 

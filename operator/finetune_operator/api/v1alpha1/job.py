@@ -57,8 +57,9 @@ def _local_only(field: str, *optional: str) -> Rule:
     )
 
 
-def _needs_gpu(field: str, *, may_be_absent: bool = False) -> Rule:
-    absent = f"!has(self.{field}) || " if may_be_absent else ""
+def _needs_gpu(field: str, *optional: str) -> Rule:
+    """Return the rule that refuses a flag on the CPU; `optional` fields may be absent."""
+    absent = "".join(f"!has(self.{one}) || " for one in optional)
     return Rule(
         f"self.topology.gpusPerNode > 0 || {absent}!self.{field}",
         "requires GPUs, but topology.gpusPerNode is 0; remove it",
@@ -232,8 +233,26 @@ class FineTuneJobSpec(ApiModel):
             )
         ),
         *(
-            _needs_gpu(field, may_be_absent=True)
+            _needs_gpu(field, field)
             for field in ("training.deterministic", "training.expandableSegments")
+        ),
+        *(
+            _needs_gpu(field, "observability.profile", field)
+            for field in ("observability.profile.memory", "observability.profile.nvtx")
+        ),
+        Rule(
+            "!has(self.observability.profile) || !has(self.training.maxSteps) || "
+            "self.observability.profile.steps.split('-').all(step, "
+            "!step.matches('^[1-9][0-9]{0,8}$') || int(step) <= self.training.maxSteps)",
+            "must end by training.maxSteps; choose earlier steps",
+            field="observability.profile.steps",
+        ),
+        Rule(
+            "!has(self.observability.profile) || !has(self.observability.profile.ranks) || "
+            f"self.observability.profile.ranks.all(rank, rank < {_RANKS})",
+            "must be less than nodes x processes, because ranks are counted from 0; remove the "
+            "others",
+            field="observability.profile.ranks",
         ),
         Rule(
             "self.topology.gpusPerNode != 1 || self.topology.nodes > 1 || "

@@ -13,6 +13,7 @@ from finetune_operator.api.v1alpha1.training import INT32_MAX
 Seconds = Annotated[int, Field(ge=1, le=INT32_MAX)]
 LabelValue = Annotated[str, Field(max_length=63)]
 AnnotationValue = Annotated[str, Field(max_length=4096)]
+_IS_RANGE = "self.steps.matches('^[1-9][0-9]{0,8}-[1-9][0-9]{0,8}$')"
 
 
 class CheckpointSpec(ApiModel):
@@ -198,6 +199,48 @@ class QueueSpec(ApiModel):
     """Kueue WorkloadPriorityClass of the job."""
 
 
+class ProfileSpec(ApiModel):
+    """Steps of an attempt that torch.profiler records."""
+
+    steps: Annotated[
+        str,
+        Rule(
+            "self.matches('^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$')",
+            "must be a step or a range of steps; write 10 or 10-12",
+        ),
+        Field(max_length=19),
+    ]
+    """Steps to record, counted from 1: 10 or 10-12. At most 10 steps."""
+    ranks: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=64)
+        ]
+        | None
+    ) = None
+    """Ranks that record, each into its own file; absent means rank 0."""
+    stacks: bool | None = None
+    """Record the Python stack of each operator, which slows the steps down. Absent means false."""
+    memory: bool | None = None
+    """Record the stack of each allocation of GPU memory from the start, and write a snapshot of the
+    memory after the steps and when it runs out. Requires GPUs. Absent means false."""
+    nvtx: bool | None = None
+    """Mark the steps and phases for Nsight Systems, which then records the GPU in place of
+    torch.profiler. Requires GPUs. Absent means false."""
+
+    cel_rules = (
+        Rule(
+            f"!{_IS_RANGE} || int(self.steps.split('-')[0]) <= int(self.steps.split('-')[1])",
+            "must not end before it begins; write the first step, a hyphen and the last step",
+            field="steps",
+        ),
+        Rule(
+            f"!{_IS_RANGE} || int(self.steps.split('-')[1]) - int(self.steps.split('-')[0]) < 10",
+            "must have at most 10 steps; choose fewer",
+            field="steps",
+        ),
+    )
+
+
 class Observability(ApiModel):
     """Metrics, status updates and sample prompts."""
 
@@ -212,6 +255,8 @@ class Observability(ApiModel):
     collective_timings: bool = False
     """Measure NCCL collectives on the GPU, for finetune_comm_duration_seconds_total; can slow down
     overlapping work. Requires GPUs; collectives between CPUs are always measured."""
+    profile: ProfileSpec | None = None
+    """Steps that torch.profiler records. The files are in run/profiles of the checkpoint folder."""
 
 
 class PodTemplateMetadata(ApiModel):

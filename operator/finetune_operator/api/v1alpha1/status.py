@@ -114,6 +114,8 @@ class ProgressStatus(ApiModel):
     """Model FLOPs utilisation, from 0 to 1."""
     eta_seconds: float | None = None
     """Estimated time until the last step, in seconds."""
+    transport: Annotated[str, Field(max_length=256)] | None = None
+    """How NCCL connects the ranks, such as NET/IB,P2P; absent if not known."""
     last_update_time: Time | None = None
     """Time of this progress, RFC 3339."""
 

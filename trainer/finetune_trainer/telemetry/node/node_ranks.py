@@ -12,6 +12,7 @@ from finetune_trainer.config import metrics
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.phases import read_phases
 from finetune_trainer.telemetry.processes import Process, read_process
+from finetune_trainer.telemetry.profile_requests import request_profile
 from finetune_trainer.telemetry.shared import PROGRESS_FILE, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word
 
@@ -84,6 +85,15 @@ class NodeRanks:
         with self._writing:
             block.numbers[Word.SAVES_ASKED] += 1
         return True
+
+    def request_profile(self, steps: int) -> bool | None:
+        """Request a profile of `steps` steps from rank 0.
+
+        Returns:
+            False if one is already requested or recorded, None if rank 0 has not begun.
+        """
+        block = self._block(0)
+        return None if block is None else request_profile(block, steps)
 
     def _read(self, rank: int, block: Block) -> RankNow:
         numbers, now = block.snapshot(), self._clock()

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from finetune_trainer.config import MAX_PROFILED_STEPS
 from finetune_trainer.telemetry.node.gpus import Gpus
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.node_watch import NodeWatch
@@ -15,12 +16,14 @@ from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.node.peers import MAX_NEWS_BYTES, PEERS_PATH
 from finetune_trainer.telemetry.node.server import JSON, Response, Route, Routes
 
+_PROFILED_STEPS = 3  # of a request without a number
+
 
 def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None = None) -> Routes:
     """Return the routes: GET /metrics on each node, the others on rank 0's node only.
 
-    The others are GET /progress, POST /checkpoint, which accepts loopback connections only, and
-    POST /ranks for the job's other nodes.
+    The others are GET /progress; POST /checkpoint and POST /profile, which accept loopback
+    connections only; and POST /ranks for the job's other nodes.
     """
     page = RankCollector(ranks, watch)
 
@@ -47,12 +50,41 @@ def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None =
             return _not_yet()
         return _message(HTTPStatus.ACCEPTED, "a checkpoint will be saved at the next step boundary")
 
+    def profile(body: bytes) -> Response:
+        if not ranks.has_rank_zero:
+            return _elsewhere()
+        steps = _steps_in(body)
+        if steps is None:
+            sentence = f'send {{"steps": N}} with N from 1 to {MAX_PROFILED_STEPS}'
+            return _message(HTTPStatus.BAD_REQUEST, sentence)
+        is_accepted = ranks.request_profile(steps)
+        if is_accepted is None:
+            return _not_yet()
+        if not is_accepted:
+            return _message(HTTPStatus.CONFLICT, "a profile is being recorded; wait for its end")
+        sentence = "the profile begins in two steps; GET /progress shows its path when it is ready"
+        return _message(HTTPStatus.ACCEPTED, sentence)
+
     return {
         "/metrics": Route("GET", metrics),
         "/progress": Route("GET", progress),
         "/checkpoint": Route("POST", checkpoint, is_local=True),
+        "/profile": Route("POST", profile, is_local=True),
         PEERS_PATH: Route("POST", news, MAX_NEWS_BYTES),
     }
+
+
+def _steps_in(body: bytes) -> int | None:
+    """Return the number of steps in a request, 3 if it is empty; None if it is invalid."""
+    try:
+        request = json.loads(body or b"{}")
+    except ValueError:
+        return None
+    if not isinstance(request, dict) or not request.keys() <= {"steps"}:
+        return None
+    steps = request.get("steps", _PROFILED_STEPS)
+    is_valid = type(steps) is int and 1 <= steps <= MAX_PROFILED_STEPS
+    return steps if is_valid else None
 
 
 def _with(progress: bytes, watch: NodeWatch | None) -> bytes:

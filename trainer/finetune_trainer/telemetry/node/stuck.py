@@ -18,7 +18,7 @@ _CAUSES = {
     "data_wait": SuspectCause.DATA,
     "checkpoint_blocking": SuspectCause.CHECKPOINT,
 }
-_MAY_TAKE_LONG = frozenset({"checkpoint_blocking", "eval"})
+_MAY_TAKE_LONG = frozenset({"checkpoint_blocking", "eval", "profiling"})
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class StuckPace:
     Attributes:
         seconds: Minimum time.
         steps: Minimum number of steps' durations, if that is longer.
-        long_seconds: Minimum if the rank saves, evaluates, or has not finished its first step, in
-            which kernels may be compiled.
+        long_seconds: Minimum if the rank saves, evaluates, starts or stops a profiler, or has not
+            finished its first step, in which kernels may be compiled.
         most_seconds: Maximum time, after which the run is ended; None for no limit.
     """
 
