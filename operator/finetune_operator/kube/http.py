@@ -3,19 +3,22 @@
 A request is retried only after a 401, once, with a renewed token.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
-from typing import Self
+from contextlib import asynccontextmanager
+from typing import Literal, Self
 
 import aiohttp
 import orjson
 
-from finetune_operator.kube.api_errors import NotLeadingError, UnauthorizedError
+from finetune_operator.kube.api_errors import ApiError, NotLeadingError, UnauthorizedError
 from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_response
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.resources import Object
 
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
+_CLOSE_SECONDS = 1.0
 _METHODS = {
     "get": "GET",
     "list": "GET",
@@ -34,6 +37,7 @@ class HttpClient(KubeClient):
         self.access = access
         self._requests: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
+        self._websockets: aiohttp.ClientSession | None = None
 
     @classmethod
     async def connect(
@@ -51,16 +55,21 @@ class HttpClient(KubeClient):
         context, options = self.access.ssl_context(), self.options
         agent = {"User-Agent": options.user_agent, "Accept": _JSON}
 
-        def session(limit: int) -> aiohttp.ClientSession:
+        def session(
+            limit: int, *middlewares: aiohttp.ClientMiddlewareType
+        ) -> aiohttp.ClientSession:
             connector = aiohttp.TCPConnector(limit=limit, ssl=context, keepalive_timeout=60)
-            return aiohttp.ClientSession(connector=connector, headers=agent, auto_decompress=True)
+            return aiohttp.ClientSession(
+                connector=connector, headers=agent, auto_decompress=True, middlewares=middlewares
+            )
 
         self._requests, self._streams = session(options.connections), session(0)
+        self._websockets = session(0, _raise_refusal)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         """Close every connection; watches end with an error."""
-        for session in (self._requests, self._streams):
+        for session in (self._requests, self._streams, self._websockets):
             if session is not None:
                 await session.close()
 
@@ -136,6 +145,52 @@ class HttpClient(KubeClient):
         finally:
             self.calls.add(call.verb, call.resource.plural, status)
 
+    @asynccontextmanager
+    async def websocket(
+        self, call: Call, protocol: str
+    ) -> AsyncIterator["aiohttp.ClientWebSocketResponse[Literal[True]]"]:
+        """Open a WebSocket of a subprotocol, and close it with the context.
+
+        An expired token is renewed once, as for `exchange`.
+
+        Raises:
+            UnavailableError: the connection could not be opened.
+        """
+        try:
+            websocket = await self._open(call, protocol)
+        except UnauthorizedError:
+            await self.access.renew()
+            websocket = await self._open(call, protocol)
+        async with websocket:
+            yield websocket
+
+    async def _open(
+        self, call: Call, protocol: str
+    ) -> "aiohttp.ClientWebSocketResponse[Literal[True]]":
+        assert self._websockets is not None, "the client is used outside of its context"
+        status = 0
+        try:
+            async with asyncio.timeout(self.options.request_seconds):
+                websocket = await self._websockets.ws_connect(
+                    self.access.host + call.path,
+                    protocols=(protocol,),
+                    params=call.query,
+                    # With "Accept: application/json" the API server returns 406.
+                    headers={"Accept": "*/*", **await self.access.headers()},
+                    proxy=self.access.proxy,
+                    server_hostname=self.access.server_name,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS),
+                )
+            status = 101
+            return websocket
+        except ApiError as error:
+            status = error.status
+            raise
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise no_response(error, call) from error
+        finally:
+            self.calls.add(call.verb, call.resource.plural, status)
+
     async def _headers(self, content_type: str) -> dict[str, str]:
         return {"Content-Type": content_type, **await self.access.headers()}
 
@@ -150,6 +205,17 @@ class HttpClient(KubeClient):
         if (left := limit()) <= 0:
             raise NotLeadingError(f"{call} is not sent, because this replica does not lead")
         return left
+
+
+async def _raise_refusal(
+    request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """Raise the error in a response; aiohttp drops the body if a WebSocket is refused."""
+    response = await send(request)
+    if response.status >= 400:
+        body = _status_object(await response.read())
+        raise error_in(response.status, body, response.headers.get("Retry-After"))
+    return response
 
 
 def _status_object(body: bytes) -> Object:
