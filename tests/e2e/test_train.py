@@ -1,11 +1,14 @@
 """Jobs of two nodes train in real pods; what a user sees of them meanwhile and afterwards."""
 
 import json
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune_operator.kube.api_errors import UnavailableError
+from finetune_operator.kube.port_forward import PodRequest, PodResponse, send_to_pod
 from finetune_operator.kube.resources import Object
 from support.cluster.operators import condition, wait_until
 from support.cluster.real_jobs import NAMESPACE, Jobs, profile
@@ -122,6 +125,20 @@ def test_a_running_job_says_so_and_counts_its_checkpoints(training: Object, jobs
     assert condition(training, "ResourcesReady")["status"] == "True"
     assert training["status"]["nodes"] == {"desired": 2, "ready": 2, "worldSize": 2}
     wait_until(lambda: jobs.get("trains")["status"].get("checkpoint", {}).get("last"), 90)
+
+
+def test_a_request_through_a_port_forward_comes_from_localhost_in_the_pod(
+    training: Object, jobs: Jobs
+) -> None:
+    pod, _ = jobs.pods("trains", 1)
+
+    def send(port: int) -> PodResponse:
+        name, request = pod["metadata"]["name"], PodRequest("POST", "/checkpoint")
+        return jobs.api.run(send_to_pod(jobs.api.client, NAMESPACE, name, port, request))
+
+    assert send(9400).status == HTTPStatus.ACCEPTED  # the page refuses other addresses with 403
+    with pytest.raises(UnavailableError, match=r"port 9401 of pod .* connection refused"):
+        send(9401)
 
 
 def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
