@@ -141,6 +141,16 @@ def test_a_request_through_a_port_forward_comes_from_localhost_in_the_pod(
         send(9401)
 
 
+def test_a_profile_of_a_running_job_is_recorded_on_the_volume(
+    training: Object, jobs: Jobs, volume: Volume
+) -> None:
+    done = jobs.cluster.ftctl("profile", "trains", "-n", NAMESPACE, "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    name = done.stdout.strip().rpartition("/")[2]
+    assert name.startswith("attempt-1-steps-")
+    assert volume.has(f"**/run/profiles/{name}/rank-0.json.gz")
+
+
 def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(
     training: Object, jobs: Jobs
 ) -> None:

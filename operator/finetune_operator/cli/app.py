@@ -23,6 +23,7 @@ COMMANDS = {
     "validate": "Print every problem of manifests.",
     "render": "Print the exact request without sending it.",
     "top": "Show all jobs, or the ranks of one job.",
+    "profile": "Record a profile of a running job.",
     "logs": "Print the log of one rank of a job.",
     "doctor": "Check this machine, a cluster or Azure ML.",
     "crd": "Print or write the CustomResourceDefinition.",

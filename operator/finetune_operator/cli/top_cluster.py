@@ -101,15 +101,12 @@ async def read_pods(client: KubeClient, job: Object) -> PodPages:
     if (backend := backend_of(job)) != AKS:
         note = f"the job runs on backend {backend}, whose pages cannot be read from here"
         return PodPages([], notes=[note])
-    namespace, number = job["metadata"]["namespace"], count_in(job, "status", "attempt") or 0
-    selector = f"{JOB_UID_LABEL}={job['metadata']['uid']},{ATTEMPT_LABEL}={number}"
-    listing = await client.list(PODS, namespace, label_selector=selector)
-    pods = {_index(one): one for one in listing.items}
+    pods = await pods_of(client, job)
     num_nodes = count_in(job, "status", "nodes", "desired") or len(pods)
     num_ranks = count_in(job, "status", "nodes", "worldSize") or 0
     names = [get_in(pods.get(at), "spec", "nodeName") or "?" for at in range(num_nodes)]
     pages = PodPages(names, num_ranks // max(1, num_nodes))
-    port = count_in(job, "spec", "observability", "metricsPort") or _DEFAULT_PORT
+    port = metrics_port(job)
     requests = [
         _page(client, pods[at], name, port, pages.notes)
         for at, name in enumerate(names)
@@ -124,6 +121,23 @@ async def read_pods(client: KubeClient, job: Object) -> PodPages:
     if 0 in pods and pages.pages:
         pages.suspects = await _suspects(client, pods[0], port)
     return pages
+
+
+def metrics_port(job: Object) -> int:
+    """Return the port of the pages of a job's pods."""
+    return count_in(job, "spec", "observability", "metricsPort") or _DEFAULT_PORT
+
+
+async def pods_of(client: KubeClient, job: Object) -> dict[int, Object]:
+    """Return the pods of the newest attempt of a job of backend aks, by node rank.
+
+    Raises:
+        FineTuneError: the pods cannot be listed.
+    """
+    namespace, number = job["metadata"]["namespace"], count_in(job, "status", "attempt") or 0
+    selector = f"{JOB_UID_LABEL}={job['metadata']['uid']},{ATTEMPT_LABEL}={number}"
+    listing = await client.list(PODS, namespace, label_selector=selector)
+    return {_index(one): one for one in listing.items}
 
 
 async def _page(

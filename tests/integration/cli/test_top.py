@@ -1,5 +1,9 @@
-"""`ftctl top` on a run of two nodes of this machine, by its folder and through an API server."""
+"""`ftctl top` and `ftctl profile` on a run of two nodes of this machine.
 
+The ranks are shown from the run's folder, and through an API server.
+"""
+
+import gzip
 import json
 import os
 import pty
@@ -102,6 +106,41 @@ def test_a_job_of_this_machine_is_shown_with_the_ranks_of_all_its_nodes(running:
     assert (job["name"], job["phase"]) == ("tiny", "Training")
     assert job["runDirectory"] == "runs/default/tiny"
     assert job["step"] >= told["job"]["step"]
+
+
+def profile(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*FTCTL, "profile", *words],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_profile_of_the_next_steps_is_recorded_and_its_path_printed(running: Path) -> None:
+    done = profile(running, "job.yaml", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.parent == running / "runs" / "default" / "tiny" / "profiles"
+    with gzip.open(folder / "rank-0.json.gz", "rt") as file:
+        found = {one["name"] for one in json.load(file)["traceEvents"] if "name" in one}
+    steps = sorted(int(name.partition("#")[2]) for name in found if "ProfilerStep#" in name)
+    assert folder.name == f"attempt-1-steps-{steps[0]}-{steps[1]}"
+    again = profile(running, "tiny", "--steps", "1")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout != done.stdout
+    assert profile(running, "tiny", "--steps", "11").returncode == 2
+
+
+def test_a_profile_needs_a_run_that_trains(running: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "runs" / "default" / "tiny"
+    stored.mkdir(parents=True)
+    (stored / "job.json").write_bytes((running / "runs/default/tiny/job.json").read_bytes())
+    done = profile(tmp_path, "tiny")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has no running job; start it with ftctl run" in done.stderr
 
 
 @pytest.mark.full
