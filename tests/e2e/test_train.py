@@ -148,7 +148,7 @@ def test_a_profile_of_a_running_job_is_recorded_on_the_volume(
     assert done.returncode == 0, done.stderr
     name = done.stdout.strip().rpartition("/")[2]
     assert name.startswith("attempt-1-steps-")
-    assert volume.has(f"**/run/profiles/{name}/rank-0.json.gz")
+    assert volume.has(f"checkpoints/trains/run/profiles/{name}/rank-0.json.gz")
 
 
 def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(

@@ -36,6 +36,7 @@ from finetune_trainer.failpoints import failpoint
 from finetune_trainer.finishing import choose_weights, export_model, finish_saving
 from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
+from finetune_trainer.interconnect import check_transport
 from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import refuse_what_does_not_fit
 from finetune_trainer.memory.host import free_host_memory
@@ -186,6 +187,8 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     """Train from the newest checkpoint and export the model."""
     agreement, stop = run.agreement, run.stop
     first_step = resume(run)
+    if run.world.device.type == "cuda":
+        check_transport(run.config, run.world, run.telemetry, is_new=first_step == 0)
     keep_output_dtype(run, first_step)
     run.profiler.check(first_step, run.plan.total_steps)
     if first_step == 0:

@@ -8,7 +8,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import OutputDtype
 from finetune_operator.api.v1alpha1.method import MethodType, Quantization, StrategyType
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
-from finetune_operator.api.v1alpha1.topology import Capacity
+from finetune_operator.api.v1alpha1.topology import Capacity, Rdma
 from finetune_operator.api.v1alpha1.training import Optimizer
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
@@ -74,6 +74,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             device=plan.device,
             threads_per_process=locations.threads_per_process,
             restarts_in_place=spec.restart_policy.restarts_in_place,
+            rdma_required=spec.topology.rdma is Rdma.REQUIRED or None,
         ),
         model=trainer.ModelConfig(
             path=locations.place_of(spec.model.source),

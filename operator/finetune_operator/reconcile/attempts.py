@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.api.v1alpha1.status import (
+    MAX_TRANSPORT_LENGTH,
     AttemptStatus,
     BackendRef,
     CheckpointEntry,
@@ -271,6 +272,7 @@ def _progress(report: Progress) -> ProgressStatus:
         eval_loss=_rounded(report.eval_loss),
         tokens_per_second=_rounded(report.tokens_per_second),
         eta_seconds=None if report.eta_seconds is None else float(round(report.eta_seconds)),
+        transport=None if report.transport is None else report.transport[:MAX_TRANSPORT_LENGTH],
     )
 
 

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.launch import cuda_environment as cuda_environment_module
 from finetune_trainer.launch.cuda_environment import cuda_environment
+from finetune_trainer.telemetry.collectives.transport import ENV_LOG
 from support.launch.launches import train_config
 
 EXACT = "pinned_max_round_threshold_mb:1"
@@ -58,7 +61,7 @@ def test_a_cpu_changes_nothing(config: TrainConfig) -> None:
 def test_segments_grow_unless_the_user_says_otherwise(
     config: TrainConfig, environ: dict[str, str], added: dict[str, str]
 ) -> None:
-    environ[THREADS] = "4"
+    environ |= {THREADS: "4", "NCCL_DEBUG": "WARN"}
     assert cuda_environment(on_a_gpu(config, expandable_segments=True), environ) == added
 
 
@@ -109,3 +112,44 @@ def test_ranks_of_a_node_share_its_cores_for_compiling(
     on_node = config.model_copy(update={"world": world})
     assert cuda_environment(on_node, {})[THREADS] == workers
     assert THREADS not in cuda_environment(on_node, {THREADS: "5"})
+
+
+LOG_VARIABLES = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", ENV_LOG}
+
+
+def test_nccl_logs_its_connections_to_a_file_of_the_process(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "100%"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    first, second = (cuda_environment(on_a_gpu(config), {}) for _ in range(2))
+    assert (first["NCCL_DEBUG"], first["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT")
+    path = Path(first[ENV_LOG])
+    assert path.parent == folder
+    # NCCL replaces %p by the process id and %% by %.
+    name = first["NCCL_DEBUG_FILE"].replace("%%", "\0").replace("%p", str(os.getpid()))
+    assert name.replace("\0", "%") == str(path)
+    assert first[ENV_LOG] != second[ENV_LOG]
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"])
+def test_a_log_that_the_user_configures_is_not_changed(config: TrainConfig, name: str) -> None:
+    assert not LOG_VARIABLES & cuda_environment(on_a_gpu(config), {name: "x"}).keys()
+
+
+def test_a_single_rank_has_no_log_of_nccl(config: TrainConfig) -> None:
+    gpu = on_a_gpu(config)
+    world = gpu.world.model_copy(update={"nproc_per_node": 1})
+    alone = gpu.model_copy(update={"world": world})
+    assert not LOG_VARIABLES & cuda_environment(alone, {}).keys()
+
+
+def test_nccl_does_not_log_to_stdout_if_no_folder_is_writable(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    assert not LOG_VARIABLES & cuda_environment(on_a_gpu(config), {}).keys()

@@ -57,6 +57,13 @@ def test_train_config_survives_its_json(tmp_path):
     assert TrainConfig.read(path) == derived()
 
 
+@pytest.mark.parametrize(
+    ("rdma", "is_required"), [("none", False), ("auto", False), ("required", True)]
+)
+def test_only_required_rdma_refuses_sockets(rdma: str, is_required: bool) -> None:
+    assert derived(topology__rdma=rdma).world.rdma_required is is_required
+
+
 def test_train_config_states_the_world_it_expects():
     config = derived(topology={"nodes": 2, "processesPerNode": 3}, training={"globalBatchSize": 12})
     assert config.world.world_size == 6

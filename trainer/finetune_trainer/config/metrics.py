@@ -81,6 +81,7 @@ INFO = Metric(
         Label("nccl"),
         Label("gpu_model"),
         Label("gpu_uuid"),
+        Label("transport"),
     ),
 )
 LAST_SEEN_AGE = Metric(

@@ -197,6 +197,9 @@ class Progress(ContractModel):
     eval_data: DataReport | None = None
     metrics_url: str | None = None
     profile: ProfileReport | None = Field(None, description="The newest profile of this attempt.")
+    transport: str | None = Field(
+        None, description="Transports between the GPUs, such as NET/IB,P2P; null if not known."
+    )
     warnings: tuple[str, ...] = ()
     suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = Field(
         (), description="Ranks that now hold the others back, found by the page of rank 0's node."

@@ -28,6 +28,9 @@ class WorldConfig(ContractModel):
         description="How often the main process of a node restarts its ranks after a fault, before "
         "it gives up and ends with the fault's exit code.",
     )
+    rdma_required: bool | None = Field(
+        None, description="Refuse a new run in which NCCL uses TCP sockets; cuda only."
+    )
 
     @model_validator(mode="after")
     def _only_one_node_restarts_in_place(self) -> Self:

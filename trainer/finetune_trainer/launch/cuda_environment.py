@@ -4,12 +4,16 @@
 changed.
 """
 
+import os
+import secrets
+import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.memory.host import ALLOCATOR_VARIABLES
+from finetune_trainer.telemetry.collectives.transport import ENV_LOG
 
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _FIRST_WITH_THRESHOLD = (2, 13)  # 2.11 refuses the setting when it initializes CUDA
@@ -20,6 +24,7 @@ _DETERMINISTIC = {
     # Reductions in switches (NVLS) and in trees have no fixed order.
     "NCCL_ALGO": "Ring",
 }
+_NCCL_LOG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 
 
 def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,7 +48,28 @@ def cuda_environment(config: TrainConfig, environ: Mapping[str, str]) -> dict[st
         found[_COMPILE_THREADS] = str(min(max(cores, _FEWEST_COMPILERS), _MOST_COMPILERS))
     if config.training.deterministic:
         found |= {name: value for name, value in _DETERMINISTIC.items() if name not in environ}
+    if config.world.world_size > 1 and not any(name in environ for name in _NCCL_LOG):
+        found |= _log_of_nccl()
     return found
+
+
+def _log_of_nccl() -> dict[str, str]:
+    """Return the variables by which NCCL logs its connections to a file of this process."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:  # no folder is writable, and NCCL would log to stdout
+        return {}
+    # No other user of the machine can guess the name. %p is the process: a child that loads NCCL
+    # does not truncate the log of its parent.
+    name = f"finetune-nccl-{secrets.token_hex(8)}-"
+    return {
+        "NCCL_DEBUG": "INFO",
+        # NCCL 2.12 to 2.31 logs each connection under INIT besides NET, P2P or SHM, which add a
+        # line per queue pair and proxy. INIT does not log collectives.
+        "NCCL_DEBUG_SUBSYS": "INIT",
+        "NCCL_DEBUG_FILE": os.path.join(folder.replace("%", "%%"), f"{name}%p.log"),
+        ENV_LOG: os.path.join(folder, f"{name}{os.getpid()}.log"),
+    }
 
 
 def _torch_release() -> tuple[int, ...]:

@@ -44,6 +44,7 @@ from finetune_trainer.launch.termination_message import preempted_before_trainin
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.flight_recorder import enable_timing
+from finetune_trainer.telemetry.collectives.transport import delete_log
 from finetune_trainer.telemetry.node.start_page import page_without_supervisor
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.unused_packages import hide_unused
@@ -83,7 +84,10 @@ def run_rank(
     """
     os.environ.update(cuda_environment(config, environ))
     hide_unused(config)
-    return _Rank(config, environ, report_end).run(entry)
+    try:
+        return _Rank(config, environ, report_end).run(entry)
+    finally:
+        delete_log(os.environ)
 
 
 class _Rank:

@@ -102,6 +102,7 @@ def info_labels(config: TrainConfig, rank: int, gpu: Gpu | None = None) -> dict[
         "nccl": "" if gpu is None else gpu.nccl,
         "gpu_model": "" if gpu is None else gpu.model,
         "gpu_uuid": uuid,
+        "transport": "",  # known after the first collective
     }
 
 

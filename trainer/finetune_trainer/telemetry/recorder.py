@@ -25,6 +25,7 @@ from finetune_trainer.telemetry.board import Board
 from finetune_trainer.telemetry.boundary import StepBoundaries
 from finetune_trainer.telemetry.checkpoints import CheckpointCosts
 from finetune_trainer.telemetry.collectives import Collectives
+from finetune_trainer.telemetry.collectives.transport import Transports
 from finetune_trainer.telemetry.flops import peak_flops
 from finetune_trainer.telemetry.gpu_device import Gpu
 from finetune_trainer.telemetry.journal import Event, Journal
@@ -148,6 +149,12 @@ class Telemetry:
         peak = peak_flops(gpu.model, training.precision, is_float8=training.float8)
         self._gpu = GpuNumbers(self._shared.block, gpu, peak)
         self._show(lambda: self._shared.publish_info(info_labels(self._config, self._rank, gpu)))
+
+    def transport(self, own: Transports, of_run: Transports) -> None:
+        """Report the transports of this rank's connections, and of all ranks' together."""
+        self.log("transport", transport=str(own) or None, has_gpu_direct=own.has_gpu_direct)
+        self._show(lambda: self._shared.publish_info({"transport": str(own)}))
+        self._update(transport=str(of_run) or None)
 
     def log(self, event: str, **fields: object) -> None:
         """Write one line to this rank's journal only."""

@@ -53,6 +53,7 @@ class Shared:
         self.warning = page.warning if self._is_first else None
         self.url = page.url
         self._rank = rank
+        self._labels: dict[str, str] = {}
         self._folder = Path(page.folder) if page.folder is not None else None
         self.block = self._open()
         self._numbers = self.block.numbers
@@ -91,12 +92,15 @@ class Shared:
         return True
 
     def publish_info(self, labels: dict[str, str]) -> None:
-        """Publish the values of the labels of `metrics.INFO` that follow the rank.
+        """Publish values of the labels of `metrics.INFO` that follow the rank.
+
+        The first call publishes all labels; a later call changes some.
 
         Raises:
             OSError: There is no room.
         """
-        self._publish(info_file(self._rank), to_json(labels).decode())
+        self._labels |= labels
+        self._publish(info_file(self._rank), to_json(self._labels).decode())
 
     def publish_progress(self, text: str) -> None:
         """Publish rank 0's progress, as JSON.

@@ -11,6 +11,7 @@ from finetune_operator.api.v1alpha1.time_ledger import TimeLedger
 Text = Annotated[str, Field(max_length=1024)]
 Time = Annotated[str, Field(max_length=64)]  # RFC 3339
 Uri = Annotated[str, Field(max_length=2048)]
+MAX_TRANSPORT_LENGTH = 256
 
 
 class JobPhase(StrEnum):
@@ -114,7 +115,7 @@ class ProgressStatus(ApiModel):
     """Model FLOPs utilisation, from 0 to 1."""
     eta_seconds: float | None = None
     """Estimated time until the last step, in seconds."""
-    transport: Annotated[str, Field(max_length=256)] | None = None
+    transport: Annotated[str, Field(max_length=MAX_TRANSPORT_LENGTH)] | None = None
     """How NCCL connects the ranks, such as NET/IB,P2P; absent if not known."""
     last_update_time: Time | None = None
     """Time of this progress, RFC 3339."""
