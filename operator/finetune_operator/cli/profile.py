@@ -140,7 +140,7 @@ async def _poll(send: Send) -> Any:
         return await _newest(send)
     except (ApiError, FineTuneError) as error:
         raise FineTuneError(
-            f"the run has ended, or cannot be reached any more ({error}); a profile that it has "
+    """Return the newest profile of the run; None before the first."""
             "written is in profiles/ of its run directory"
         ) from error
 

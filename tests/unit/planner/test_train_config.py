@@ -29,6 +29,7 @@ from finetune_trainer.config import (
     LoraSettings,
     MethodConfig,
     ModelConfig,
+    ProfileConfig,
     StrategyConfig,
     TrainConfig,
     TrainingConfig,
@@ -58,10 +59,28 @@ def test_train_config_survives_its_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rdma", "is_required"), [("none", False), ("auto", False), ("required", True)]
+    ("rdma", "is_required"), [("none", None), ("auto", None), ("required", True)]
 )
-def test_only_required_rdma_refuses_sockets(rdma: str, is_required: bool) -> None:
+def test_only_required_rdma_refuses_sockets(rdma: str, is_required: bool | None) -> None:
     assert derived(topology__rdma=rdma).world.rdma_required is is_required
+
+
+def test_profiled_steps_and_ranks_reach_the_trainer() -> None:
+    given = derived(
+        topology={"processesPerNode": 2},
+        training={"globalBatchSize": 4},
+        observability__profile={"steps": "10-12", "ranks": [1], "stacks": True},
+    )
+    assert given.telemetry.profile == ProfileConfig(
+        first_step=10, last_step=12, ranks=(1,), stacks=True
+    )
+    short = derived(observability__profile={"steps": "7"}).telemetry.profile
+    assert short == ProfileConfig(first_step=7, last_step=7)
+    # An elastic attempt on fewer nodes lacks the rank; the others still record.
+    fewer = derived(observability__profile={"steps": "7", "ranks": [0, 5]}).telemetry.profile
+    assert fewer is not None
+    assert fewer.ranks == (0,)
+    assert derived(observability__profile={"steps": "7", "ranks": [5]}).telemetry.profile is None
 
 
 def test_train_config_states_the_world_it_expects():

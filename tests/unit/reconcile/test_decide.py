@@ -496,6 +496,15 @@ def test_progress_carries_no_digits_that_mean_nothing() -> None:
     assert (told.loss, told.eta_seconds, told.epoch) == (6.1462, 58.0, 0.33333)
 
 
+def test_the_transport_of_the_ranks_is_in_the_status_at_most_as_long_as_its_schema() -> None:
+    life = started()
+    life.see(running(2, transport="NET/IB,P2P"))
+    assert life.status.progress.transport == "NET/IB,P2P"
+    life.wait(60)
+    life.see(running(3, transport="x" * 300))
+    assert life.status.progress.transport == "x" * 256
+
+
 def test_the_last_progress_is_never_lost() -> None:
     life = started()
     life.see(running(1))
