@@ -140,13 +140,13 @@ async def _poll(send: Send) -> Any:
         return await _newest(send)
     except (ApiError, FineTuneError) as error:
         raise FineTuneError(
-    """Return the newest profile of the run; None before the first."""
-            "written is in profiles/ of its run directory"
+            f"the run has ended or does not respond ({error}); look for the profile in profiles/ "
+            "of the run directory"
         ) from error
 
 
 async def _newest(send: Send) -> Any:
-    """Return the newest profile of the run, None if it has none yet."""
+    """Return the newest profile of the run; None before the first."""
     status, body = await send("GET", "/progress", b"")
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return None  # rank 0 has not reported yet
