@@ -1,5 +1,7 @@
 """What is told of a device is so: phases, the driver's numbers, NCCL's recorder, and their cost."""
 
+import gzip
+import json
 import statistics
 import subprocess
 import time
@@ -63,6 +65,27 @@ def test_phases_have_the_time_of_the_device(inputs: Path, device: Device, tmp_pa
     train(device_config(inputs, tmp_path / "job", device, training={"max_steps": 20}), watch)
     for phase in COUNTED:
         assert told[phase] == pytest.approx(measured[phase], rel=0.1, abs=0.005), phase
+
+
+def test_a_profile_shows_the_kernels_and_the_memory_of_the_gpu(
+    inputs: Path, device: Device, tmp_path: Path
+) -> None:
+    wanted = {"first_step": 3, "last_step": 4, "memory": device == "cuda"}
+    config = device_config(
+        inputs, tmp_path / "job", device, training={"max_steps": 6}, telemetry={"profile": wanted}
+    )
+    try:
+        train(config)
+    finally:
+        if device == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)  # it would slow other tests down
+    folder = Path(config.run_dir) / "profiles" / "attempt-1-steps-3-4"
+    with gzip.open(folder / "rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {one["name"] for one in events if one.get("cat") == "user_annotation"}
+    assert names >= {"ProfilerStep#3", "ProfilerStep#4", "forward", "backward", "optimizer"}
+    assert any(one.get("cat") == "kernel" for one in events) == (device == "cuda")
+    assert (folder / "rank-0.memory.pickle").exists() == (device == "cuda")
 
 
 def _mark(device: Device) -> Any:

@@ -219,7 +219,7 @@ class ProfileSpec(ApiModel):
     ) = None
     """Ranks that record, each into its own file; absent means rank 0."""
     stacks: bool | None = None
-    """Record the Python stack of each operator, which slows the steps down. Absent means false."""
+    """Record the Python stack of each operator. Absent means false."""
     memory: bool | None = None
     """Record the stack of each allocation of GPU memory from the start, and write a snapshot of the
     memory after the steps and when it runs out. Requires GPUs. Absent means false."""
