@@ -1,6 +1,9 @@
 """Jobs of two nodes train in real pods; what a user sees of them meanwhile and afterwards."""
 
 import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,12 @@ import pytest
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.port_forward import PodRequest, PodResponse, send_to_pod
 from finetune_operator.kube.resources import Object
+from monitoring.windows import Windows
+from support.charts.prometheus import Prometheus, Target, needs_prometheus
 from support.cluster.operators import condition, wait_until
 from support.cluster.real_jobs import NAMESPACE, Jobs, profile
 from support.cluster.real_volume import Volume
+from support.telemetry.node_pages import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -149,6 +155,66 @@ def test_a_profile_of_a_running_job_is_recorded_on_the_volume(
     name = done.stdout.strip().rpartition("/")[2]
     assert name.startswith("attempt-1-steps-")
     assert volume.has(f"checkpoints/trains/run/profiles/{name}/rank-0.json.gz")
+
+
+@contextmanager
+def killed(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Kill a process at the end of the block."""
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def wait_for_series(jobs: Jobs, name: str, folder: Path, *queries: str) -> None:
+    """Scrape the pods of a job with a Prometheus until each query gives a series per rank."""
+    port = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    pages = [
+        f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:9400/proxy/metrics"
+        for pod in jobs.pods(name, 1)
+    ]
+    targets = [Target(f"pod-{at}", address, {}, {"path": one}) for at, one in enumerate(pages)]
+    with (
+        killed(jobs.cluster.start("kubectl", "proxy", f"--port={port}")),
+        Prometheus(folder, targets, Windows().divided(30)) as prometheus,
+    ):
+        wait_until(lambda: all(len(prometheus.ask(one)) == 2 for one in queries), 60)
+
+
+@needs_prometheus
+def test_the_metrics_of_each_rank_are_in_prometheus(
+    training: Object, jobs: Jobs, tmp_path: Path
+) -> None:
+    wait_for_series(
+        jobs,
+        "trains",
+        tmp_path,
+        "sum by (rank) (finetune_train_steps_total) > 0",
+        "sum by (rank) (finetune_comm_collectives_total) > 0",
+    )
+
+
+@needs_prometheus
+def test_two_ranks_with_nccl_have_gpu_and_collective_metrics_in_prometheus(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    nodes = jobs.cluster.list("nodes", "--selector=nvidia.com/gpu.present=true")
+    if sum(int(one["status"]["allocatable"].get("nvidia.com/gpu", 0)) for one in nodes) < 2:
+        pytest.skip("needs two GPUs: no node has the label nvidia.com/gpu.present with enough GPUs")
+    jobs.apply("nccl", topology={"nodes": 2, "gpusPerNode": 1})
+    jobs.wait("nccl", "Running")
+    wait_for_series(
+        jobs,
+        "nccl",
+        tmp_path,
+        'finetune_train_info{backend="nccl",transport!=""}',
+        "sum by (rank) (finetune_train_steps_total) > 0",
+        "sum by (rank) (finetune_comm_collectives_total) > 0",
+        "finetune_gpu_utilization_ratio",
+    )
+    wait_until(lambda: jobs.get("nccl")["status"]["progress"].get("transport"), 60, "transport")
 
 
 def test_its_pods_are_a_user_who_writes_to_volumes_alone_and_knows_no_secret(

@@ -104,7 +104,10 @@ def test_two_ranks_make_the_losses_of_one(
     for strategy in ("ddp", "fsdp"):
         folder = tmp_path / strategy
         config = config_of(inputs, folder, device, world=world, strategy={"type": strategy})
-        assert largest_difference(run_processes(config).losses, unbroken.losses) < 2e-2
+        trained = run_processes(config)
+        assert largest_difference(trained.losses, unbroken.losses) < 2e-2
+        progress = json.loads((folder / "run" / "progress.json").read_text())
+        assert set(progress["transport"].split(",")) <= {"P2P", "SHM", "NET/Socket"}
 
 
 def _weights(run: Trained) -> dict[str, bytes]:

@@ -90,7 +90,10 @@ class RealCluster:
 
     def start_ftctl(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start ftctl, and read what it prints while it runs."""
-        command = [*FTCTL, *arguments]
+        return self.start(*FTCTL, *arguments)
+
+    def start(self, *command: str) -> "subprocess.Popen[str]":
+        """Start a program, and read its output while it runs."""
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environ)
 
     def apply(self, *objects: Object) -> None:
