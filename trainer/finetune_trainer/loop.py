@@ -85,8 +85,12 @@ def train(run: Run, first_step: int) -> int:
         OvertakenError: A later attempt owns one of the folders.
         NonFiniteLossError: The loss of a step is not finite; the step changed no weights.
     """
-    with gc_every(run.config.training.collect_garbage_every_steps) as collect:
-        return _train(run, first_step, collect)
+    try:
+        with gc_every(run.config.training.collect_garbage_every_steps) as collect:
+            return _train(run, first_step, collect)
+    except BaseException:
+        run.profiler.leave(run.stop.seconds_left(run.config.termination_grace_seconds))
+        raise
 
 
 def _train(run: Run, first_step: int, collect: Callable[[int], None]) -> int:

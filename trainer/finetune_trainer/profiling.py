@@ -10,7 +10,7 @@ or stops, so these times belong to no step. Files of a rank R:
 import gzip
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -29,6 +29,11 @@ from finetune_trainer.world import World
 _SPARES_SPACE = 4  # gzip's level; a trace shrinks to 4 % of its size, a higher level adds little
 
 _MOST_ALLOCATIONS = 100_000
+# torch holds the interpreter lock while it ends and writes a trace, for about a second per 50,000
+# operators. The rank's heartbeat needs that lock, so a trace is limited and the heartbeat may stop.
+_MOST_MICRO_BATCHES = 64
+_SILENT_SECONDS = 900.0
+_SECONDS_TO_COMPRESS = 10.0  # after a stop or an error
 
 
 class _Window(NamedTuple):
@@ -57,6 +62,11 @@ class Profiler:
         """Whether any rank records the current step."""
         return self._began is not None
 
+    def _limited(self, window: _Window) -> _Window:
+        """Return the window, shortened to as many micro-batches as a trace can hold."""
+        steps = max(1, _MOST_MICRO_BATCHES // self._config.gradient_accumulation_steps)
+        return window._replace(last=min(window.last, window.first + steps - 1))
+
     def check(self, first_step: int, total_steps: int) -> None:
         """Compare the planned steps with the steps of this attempt.
 
@@ -78,6 +88,9 @@ class Profiler:
             self._warn(message)
         elif last <= first_step:
             self._next = None
+            known = Path(self._config.run_dir) / "profiles"
+            if any(known.glob(f"attempt-*-steps-{first}-{last}")):
+                return  # an earlier attempt has recorded them
             self._warn(
                 f"{steps}: no step is profiled, because this attempt resumes after step "
                 f"{first_step}; choose later ones, or use ftctl profile"
@@ -86,7 +99,9 @@ class Profiler:
     def request(self, first: int, steps: int, total_steps: int) -> None:
         """Profile `steps` steps from step `first`; called with the same values on every rank."""
         last = min(first + steps - 1, total_steps)
-        if self.is_recording or last < first:
+        if self.is_recording:
+            return  # the planned steps have just begun; the end of these accepts the next request
+        if last < first:
             self._telemetry.profile_requests.end()
         else:
             self._next = _Window(first, last)
@@ -96,6 +111,9 @@ class Profiler:
         if self._next is None or step < self._next.first:
             return
         if not self.is_recording:
+            if self._next is self._planned:
+                self._planned = None
+            self._next = self._limited(self._next._replace(first=step))
             self._open(step)
         if self._trace is not None:
             self._trace.begin_step(step)
@@ -116,16 +134,33 @@ class Profiler:
             first, last = self._planned
             self._warn(f"steps {first} to {last} were not profiled: training ended before")
 
+    def leave(self, seconds: float) -> None:
+        """End with an error, at most `seconds` later: a trace that is not written then is lost."""
+        if self._exporting is not None:
+            self._exporting.join(max(0.0, min(seconds, _SECONDS_TO_COMPRESS)))
+            with suppress(OSError):
+                profiles = Path(self._config.run_dir) / "profiles"
+                for left in profiles.glob(f"*/.rank-{self._world.rank}.json*"):
+                    left.unlink()
+        if self.is_recording:
+            self._warn(f"the profile from step {self._began} is lost: training ended before")
+
     def _open(self, step: int) -> None:
-        assert self._next is not None, "callers check it"
-        self._telemetry.profile_requests.begin()
-        self._began = step
-        with self._telemetry.phases.within(TimedPhase.PROFILING):
+        telemetry, error = self._telemetry, None
+        with telemetry.phases.within(TimedPhase.PROFILING):
             if self._world.rank in self._settings.ranks:
                 if self._exporting is not None:
                     self._exporting.join()  # the previous profile of this rank
-                self._trace = _Trace(self._settings, self._telemetry, self._world.device)
-            self._world.liveness_barrier()
+                try:
+                    self._trace = _Trace(self._settings, telemetry, self._world.device)
+                except Exception as raised:  # of torch or CUDA; training does not need a profile
+                    error = _reason(raised)
+            telemetry.profile_requests.begin()
+            telemetry.is_recording_profile = True
+            self._began = step
+            self._world.liveness_barrier(_SILENT_SECONDS)
+        if error is not None:
+            telemetry.warn(f"steps from {step} are not profiled ({error}); training continues")
         if self._trace is not None:
             self._trace.follow_phases()
 
@@ -134,14 +169,14 @@ class Profiler:
         folder = Path(self._config.run_dir) / "profiles" / name
         report = ProfileReport(first_step=first, last_step=last, path=str(folder))
         trace, self._trace = self._trace, None
-        self._began = None
+        self._began, self._telemetry.is_recording_profile = None, False
         self._next = self._planned if self._planned and self._planned.last > last else None
         if trace is not None:
             trace.end_ranges()
         with self._telemetry.phases.within(TimedPhase.PROFILING):
             if trace is not None:
                 report = self._save(trace, folder, report)
-            self._world.liveness_barrier()
+            self._world.liveness_barrier(_SILENT_SECONDS)
         if trace is None or report.error is not None:
             if trace is not None or self._world.is_main:
                 self._telemetry.profiled(report)
@@ -152,16 +187,17 @@ class Profiler:
 
     def _save(self, trace: "_Trace", folder: Path, report: ProfileReport) -> ProfileReport:
         """Stop the trace and write it uncompressed; the report contains the error, if any."""
-        trace.stop()
         try:
+            trace.stop()
             folder.mkdir(parents=True, exist_ok=True)
             if self._settings.memory:
                 write_memory_snapshot(folder / f"rank-{self._world.rank}.memory.pickle")
             trace.save(self._uncompressed(folder))
-        except (OSError, RuntimeError) as error:
-            for left in folder.glob(f".rank-{self._world.rank}.json*"):
-                os.truncate(left, 0)  # torch keeps its partial file open, which would use the space
-                left.unlink()
+        except Exception as error:  # of torch, CUDA or the disk; training does not need a profile
+            with suppress(OSError):
+                for left in folder.glob(f".rank-{self._world.rank}.json*"):
+                    os.truncate(left, 0)  # torch keeps its partial file open, which takes space
+                    left.unlink()
             return report.model_copy(update={"error": _reason(error)})
         return report
 
@@ -173,10 +209,11 @@ class Profiler:
             with source.open("rb") as text, gzip.open(partial, "wb", _SPARES_SPACE) as file:
                 shutil.copyfileobj(text, file, 1 << 20)
             move_file(partial, path)
-        except OSError as error:
+        except Exception as error:  # full disk or no memory; training does not need a profile
             report = report.model_copy(update={"error": _reason(error)})
-        for left in (source, partial):
-            left.unlink(missing_ok=True)
+        with suppress(OSError):
+            for left in (source, partial):
+                left.unlink(missing_ok=True)
         self._telemetry.profiled(report)
 
     def _uncompressed(self, folder: Path) -> Path:
@@ -238,6 +275,7 @@ class _Trace:
             file.seek(-min(16, path.stat().st_size), 2)
             if not file.read().rstrip().endswith(b"}"):
                 raise OSError(f"{path} is incomplete; the disk may be full")
+        self._profile.profiler = None  # in a reference cycle, which would retain the trace
 
     def _enter_phase(self, phase: TimedPhase) -> None:
         self._phase.close()

@@ -45,8 +45,12 @@ class Waiting:
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def liveness_barrier(self, place: str = "control") -> None:
+    def liveness_barrier(
+        self, place: str = "control", *, silent_seconds: float | None = None
+    ) -> None:
         """Wait until every rank has arrived at barrier `place`; a collective without timeout.
+
+        `silent_seconds` replaces the limit of this object.
 
         Raises:
             LostRankError: A rank that has not arrived is gone; names it.
@@ -58,7 +62,7 @@ class Waiting:
             num_here = self._store.add(here, 1)
             self._forget(place, number - 2)  # all ranks have left that barrier
             if num_here < self._world_size:
-                self._wait(here)
+                self._wait(here, silent_seconds or self._silent_seconds)
         except LostRankError:
             raise
         except RuntimeError as error:  # raised by torch for any failure of the connection
@@ -79,15 +83,15 @@ class Waiting:
         """Stop the heartbeat."""
         self._closed.set()
 
-    def _wait(self, here: str) -> None:
-        pulses = _Pulses(self._store, self._silent_seconds)
+    def _wait(self, here: str, silent_seconds: float) -> None:
+        pulses = _Pulses(self._store, silent_seconds)
         checked_at, pause = time.monotonic(), _FIRST_POLL_SECONDS
         while self._store.add(here, 0) < self._world_size:
             if self._store.check([_LEFT_KEY]):
                 rank = self._store.get(_LEFT_KEY).decode()
                 raise LostRankError(f"rank {rank} has ended with an error; see its log")
             now = time.monotonic()
-            if now - checked_at >= self._silent_seconds / _BEATS:
+            if now - checked_at >= silent_seconds / _BEATS:
                 checked_at = now
                 pulses.check(self._missing(here))
             time.sleep(pause)

@@ -59,14 +59,17 @@ class World:
         """Whether this is rank 0, which writes progress, manifests and the export."""
         return self.rank == 0
 
-    def liveness_barrier(self) -> None:
+    def liveness_barrier(self, silent_seconds: float | None = None) -> None:
         """Wait until every rank is here, however long one works alone; for the main thread.
+
+        `silent_seconds` is the time without a heartbeat after which a rank is lost, if it differs
+        from the usual time.
 
         Raises:
             LostRankError: A rank is gone.
         """
         if self.waiting is not None:
-            self.waiting.liveness_barrier()
+            self.waiting.liveness_barrier(silent_seconds=silent_seconds)
 
     def sum(self, values: "torch.Tensor") -> "torch.Tensor":
         """Sum `values` over all ranks, in place, and return them."""

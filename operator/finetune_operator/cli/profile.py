@@ -20,7 +20,7 @@ from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.cli.run_directories import run_directory
 from finetune_operator.cli.top_cluster import backend_of, get_job, metrics_port, pods_of
 from finetune_operator.cli.top_here import job_in
-from finetune_operator.cli.top_rows import get_in
+from finetune_operator.cli.top_rows import count_in, get_in
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.cache import Key
@@ -119,7 +119,7 @@ async def _record(send: Send, steps: int) -> None:
     Raises:
         FineTuneError: the request is refused, the run ends before, or the profile is lost.
     """
-    before = await _newest(send)
+    before = await _progress(send)
     status, body = await send("POST", "/profile", json.dumps({"steps": steps}).encode())
     if status == HTTPStatus.NOT_FOUND:
         raise FineTuneError(
@@ -128,7 +128,9 @@ async def _record(send: Send, steps: int) -> None:
     if status != HTTPStatus.ACCEPTED:
         raise FineTuneError(f"the profile is refused: {_message(body)}")
     print(f"recording {steps} steps", file=sys.stderr, flush=True)
-    while (found := await _poll(send)) in (None, before):
+    while not _is_new(found := get_in(now := await _poll(send), "profile"), before):
+        if _start_of(now) != _start_of(before):
+            raise FineTuneError("the profile is lost: the ranks were restarted; request it again")
         await asyncio.sleep(_POLL_SECONDS)
     if (error := get_in(found, "error")) is not None:
         raise FineTuneError(f"the profile is lost: {error}")
@@ -137,7 +139,7 @@ async def _record(send: Send, steps: int) -> None:
 
 async def _poll(send: Send) -> Any:
     try:
-        return await _newest(send)
+        return await _progress(send)
     except (ApiError, FineTuneError) as error:
         raise FineTuneError(
             f"the run has ended or does not respond ({error}); look for the profile in profiles/ "
@@ -145,15 +147,27 @@ async def _poll(send: Send) -> Any:
         ) from error
 
 
-async def _newest(send: Send) -> Any:
-    """Return the newest profile of the run; None before the first."""
+def _is_new(profile: Any, before: Any) -> bool:
+    """Whether a profile began after the progress `before`."""
+    began = count_in(profile, "firstStep")
+    return began is not None and began > (count_in(before, "step") or 0)
+
+
+def _start_of(progress: Any) -> tuple[int | None, int | None]:
+    return count_in(progress, "attempt"), count_in(progress, "restartsInPlace")
+
+
+async def _progress(send: Send) -> Any:
+    """Return the progress of the run.
+
+    Raises:
+        FineTuneError: rank 0 has not reported yet, or the response is not progress.
+    """
     status, body = await send("GET", "/progress", b"")
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return None  # rank 0 has not reported yet
     if status != HTTPStatus.OK:
         raise FineTuneError(f"the page of rank 0 responds with {status}: {_message(body)}")
     try:
-        return get_in(json.loads(body), "profile")
+        return json.loads(body)
     except ValueError as error:
         raise FineTuneError(f"the page of rank 0 has no readable progress ({error})") from error
 

@@ -125,13 +125,14 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
 
 
 def _profile(plan: Plan) -> trainer.ProfileConfig | None:
-    """Return the steps to profile, without ranks that an attempt on fewer nodes lacks."""
+    """Return the steps to profile, without ranks that an attempt on fewer nodes lacks.
+
+    Rank 0 records if the attempt has none of the ranks.
+    """
     wanted = plan.job.spec.observability.profile
     if wanted is None:
         return None
-    ranks = [rank for rank in wanted.ranks or [0] if rank < plan.world_size]
-    if not ranks:
-        return None
+    ranks = [rank for rank in wanted.ranks or [] if rank < plan.world_size] or [0]
     first, _, last = wanted.steps.partition("-")
     return trainer.ProfileConfig(
         first_step=int(first),

@@ -1,4 +1,4 @@
-"""Profiles of a run: what a trace shows, what it costs the run, and what cannot be profiled."""
+"""Profiles of a run: the contents of a trace, its cost, and steps that cannot be profiled."""
 
 import gzip
 import json
@@ -9,6 +9,7 @@ import pytest
 
 from finetune_trainer.config import ExitCode, FailureClass, Progress, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
+from finetune_trainer.failpoints import ENV_FAILPOINT
 from support.launch.forked_ranks import Ranks, events, numbers
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
@@ -94,9 +95,11 @@ def test_a_window_that_the_end_of_the_run_cuts_short_is_written(
     assert Ranks(config).codes() == [0, 0]
     warnings = [one["message"] for one in events(config) if one["event"] == "warning"]
     assert any("the run has only 6 steps" in one for one in warnings), warnings
-    (told,) = profiled(config)
-    assert (told["first_step"], told["last_step"], told["error"]) == (5, 6, None)
-    assert len([name for name, *_ in ranges(Path(told["path"]) / "rank-0.json.gz") if "#" in name])
+    (report,) = profiled(config)
+    assert (report["first_step"], report["last_step"], report["error"]) == (5, 6, None)
+    assert len(
+        [name for name, *_ in ranges(Path(report["path"]) / "rank-0.json.gz") if "#" in name]
+    )
 
 
 def test_steps_before_a_resume_are_a_warning(inputs: Path, tmp_path: Path) -> None:
@@ -109,9 +112,29 @@ def test_steps_before_a_resume_are_a_warning(inputs: Path, tmp_path: Path) -> No
     assert profiled(config) == []
 
 
-def test_a_full_disk_costs_the_profile_and_nothing_else(
-    inputs: Path, tmp_path: Path, small_disk: Path
+def test_a_trace_ends_after_64_micro_batches_and_a_stop_loses_only_the_trace(
+    inputs: Path, tmp_path: Path
 ) -> None:
+    config = run_config(inputs, tmp_path, {"first_step": 2, "last_step": 9})
+    many = config.training.model_copy(update={"global_batch_size": 2 * 40})
+    config = config.model_copy(update={"training": many})
+    assert Ranks(config).codes() == [0, 0]
+    (report,) = profiled(config)
+    assert (report["first_step"], report["last_step"], report["error"]) == (2, 2, None)
+
+    (tmp_path / "stopped").mkdir()
+    config = run_config(inputs, tmp_path / "stopped", {"first_step": 3, "last_step": 9})
+    environ = {ENV_FAILPOINT: "after-optimizer@5:rank=1:SIGTERM"}
+    assert Ranks(config, environ).codes() == [ExitCode.PREEMPTED, ExitCode.PREEMPTED]
+    warnings = [one["message"] for one in events(config) if one["event"] == "warning"]
+    assert any("the profile from step 3 is lost" in one for one in warnings), warnings
+    assert [one for one in Path(config.run_dir).glob("profiles/*/*") if one.is_file()] == []
+    assert Ranks(config.continued()).codes() == [0, 0]
+    (report,) = profiled(config)
+    assert report["last_step"] == 9
+
+
+def test_a_full_disk_costs_only_the_profile(inputs: Path, tmp_path: Path, small_disk: Path) -> None:
     profile = {"first_step": 3, "last_step": 8}
     config = run_config(inputs, tmp_path, profile)
     config = config.model_copy(update={"run_dir": str(small_disk / "run")})

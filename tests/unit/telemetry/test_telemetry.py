@@ -134,13 +134,20 @@ def test_profiled_steps_are_left_out_of_speed_time_left_and_comparisons(
     for step in range(1, 4):
         telemetry.step(report(step, seconds=0.5))
     known = telemetry.progress
+    before = read_boundary(shared.block.snapshot())
+    telemetry.is_recording_profile = True
     telemetry.step(report(4, seconds=30.0, is_profiled=True))
-    telemetry.step(report(5, seconds=0.5, profiling_seconds=20.0))
+    profiled = read_boundary(shared.block.snapshot())
+    telemetry.is_recording_profile = False
+    telemetry.step(report(5, seconds=0.1, profiling_seconds=20.0))
     assert telemetry.progress.tokens_per_second == pytest.approx(known.tokens_per_second)
     assert telemetry.progress.eta_seconds == pytest.approx(5 * 0.5)
-    boundary = read_boundary(shared.block.snapshot())
-    assert boundary is not None
-    assert (boundary.steps, boundary.apart_seconds) == (5, 30.0)
+    after = read_boundary(shared.block.snapshot())
+    assert before is not None
+    assert profiled is not None
+    assert after is not None
+    assert (before.apart_seconds, after.steps) == (0, 5)
+    assert profiled.apart_seconds == after.apart_seconds == pytest.approx(profiled.at - before.at)
     telemetry.close()
 
 

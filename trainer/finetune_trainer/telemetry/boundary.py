@@ -62,14 +62,15 @@ class StepBoundaries:
         self._numbers, self._clock = block.numbers, clock
         self._steps = self._numbers[Word.BOUNDARIES_WRITTEN]
         self._profiled_seconds = 0.0
+        self._marked_at = self._apart_at = 0.0
 
-    def mark(self, exposed_seconds: float | None, profiled_seconds: float = 0.0) -> None:
+    def mark(self, exposed_seconds: float | None, *, is_profiled: bool = False) -> None:
         """Record that a step has just ended; also counts as a report of the rank.
 
         Args:
             exposed_seconds: Time that the rank has only waited in collectives since its start; None
                 if only the device can measure it, in which case the phase clock counts.
-            profiled_seconds: Duration of the step if a rank recorded a profile in it, else 0.
+            is_profiled: Whether a rank has recorded a profile since the previous mark.
         """
         numbers = self._numbers
         self._steps = steps = self._steps + 1
@@ -78,8 +79,11 @@ class StepBoundaries:
         numbers[_WAITING] = numbers[_EXPOSED] if exposed_seconds is None else exposed_seconds
         for word, place in _SUMS:
             numbers[word] = numbers[place]
-        self._profiled_seconds += profiled_seconds
-        numbers[_APART] = numbers[_EVAL] + numbers[_PROFILING] + self._profiled_seconds
+        apart = numbers[_EVAL] + numbers[_PROFILING]
+        if is_profiled:
+            self._profiled_seconds += numbers[_AT] - self._marked_at - (apart - self._apart_at)
+        self._marked_at, self._apart_at = numbers[_AT], apart
+        numbers[_APART] = apart + self._profiled_seconds
         numbers[_WRITTEN] = steps
 
 

@@ -111,6 +111,7 @@ class Telemetry:
         self._gpu: GpuNumbers | None = None
         self.checkpoint_costs = CheckpointCosts(self._shared.block)
         self.profile_requests = ProfileRequests(self._shared.block)
+        self.is_recording_profile = False
         self._show(lambda: self._shared.publish_info(info_labels(config, rank)))
         self._update(metrics_url=self._shared.url)
         if self._shared.warning is not None:
@@ -217,8 +218,8 @@ class Telemetry:
         written immediately.
         """
         now = self._clock()
-        profiled_seconds = report.seconds if report.is_profiled else 0.0
-        self._boundaries.mark(self.collectives.stepped(), profiled_seconds)
+        # A report is one step late, so the time since the last one belongs to the current step.
+        self._boundaries.mark(self.collectives.stepped(), is_profiled=self.is_recording_profile)
         self._pending.append((report, now))
         is_last = report.step == self._total_steps
         if is_last or now - self._reported_at >= _MAX_REPORT_DELAY_SECONDS:
@@ -251,7 +252,8 @@ class Telemetry:
         self, report: StepReport, at: float, changes: dict[str, Any], events: list[Event]
     ) -> None:
         """Report one step; add progress changes to `changes` and journal events to `events`."""
-        if not report.is_profiled:
+        # After a profile the device has no queued work, so the next step is shorter.
+        if not report.is_profiled and not report.profiling_seconds:
             self._throughput.add(report.tokens, report.seconds)
         self._spent.step(report)
         tokens_per_second = self._throughput.tokens_per_second
