@@ -166,7 +166,7 @@ def test_a_large_body_is_refused_unread(page: NodePage, telemetry: Telemetry) ->
     assert not telemetry.take_save_request()
 
 
-def test_a_checkpoint_cannot_be_requested_over_the_network(tmp_path: Path) -> None:
+def test_a_checkpoint_or_profile_cannot_be_requested_over_the_network(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
             route.connect(("192.0.2.1", 9))  # sends no packet; chooses this machine's own address
@@ -179,9 +179,11 @@ def test_a_checkpoint_cannot_be_requested_over_the_network(tmp_path: Path) -> No
         stack.callback(telemetry.close)
         telemetry.step(step(3))
         url = f"http://{address}:{config.metrics_port}/metrics"
-        response = ask(url, "POST", "/checkpoint", b"{}")
-        assert response.status == 403
-        assert "inside the pod" in json.loads(response.text)["message"]
+        for path in ("/checkpoint", "/profile"):
+            response = ask(url, "POST", path, b"{}")
+            assert response.status == 403
+            assert "inside the pod" in json.loads(response.text)["message"]
+        assert telemetry.profile_requests.take() == 0
         assert ask(url, "GET", "/progress").status == 200
         assert not telemetry.take_save_request()
         assert ask(page.url, "POST", "/checkpoint", b"{}").status == 202

@@ -72,11 +72,11 @@ def test_each_chosen_rank_writes_its_steps_with_their_phases(inputs: Path, tmp_p
     assert progress.profile is not None
     assert (progress.profile.path, progress.profile.error) == (str(folder), None)
 
-    told = [one for one in events(config) if one["event"] == "step"]
-    assert [one["step"] for one in told if one["is_profiled"]] == [4, 5, 6]
-    # Between two reports the profiler was started, and later stopped: that time is no step's.
-    assert [one["step"] for one in told if one["profiling_seconds"]] == [4, 7]
-    rates = [one["tokens_per_second"] for one in told]
+    reports = [one for one in events(config) if one["event"] == "step"]
+    assert [one["step"] for one in reports if one["is_profiled"]] == [4, 5, 6]
+    # The profiler was started before step 4 and stopped before step 7, outside of both.
+    assert [one["step"] for one in reports if one["profiling_seconds"]] == [4, 7]
+    rates = [one["tokens_per_second"] for one in reports]
     assert len(set(rates[2:6])) == 1 < len(set(rates))
 
 
@@ -107,8 +107,8 @@ def test_steps_before_a_resume_are_a_warning(inputs: Path, tmp_path: Path) -> No
     config = run_config(inputs, tmp_path, {"first_step": 2, "last_step": 3}, max_steps=6)
     assert Ranks(config).codes() == [0, 0]
     warnings = [one["message"] for one in events(config) if one["event"] == "warning"]
-    (said,) = [one for one in warnings if "no step is profiled" in one]
-    assert "resumes after step 4" in said
+    (warning,) = [one for one in warnings if "no step is profiled" in one]
+    assert "resumes after step 4" in warning
     assert profiled(config) == []
 
 
