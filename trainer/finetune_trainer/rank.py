@@ -27,8 +27,10 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import Agreement, StopSignal, loading_model, preempted, unless_stopped
 from finetune_trainer.data.batch import MicroBatch, collate
+from finetune_trainer.data.kept import RunData, prepare_run, prepare_with
 from finetune_trainer.data.plan import DataPlan
-from finetune_trainer.data.sequences import TokenDataset, prepare
+from finetune_trainer.data.rules import Rules
+from finetune_trainer.data.sequences import TokenDataset
 from finetune_trainer.evaluation import ROUND_TO_ON_GPU, held_out_loss
 from finetune_trainer.export import check_replaceable
 from finetune_trainer.export.tryout import try_export
@@ -54,6 +56,7 @@ from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.model.vocabulary import refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.profiling import record_memory_history
+from finetune_trainer.refusals import Refusals
 from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
 from finetune_trainer.schedule import warmup_warning
 from finetune_trainer.stopping import Patience
@@ -93,15 +96,16 @@ def run(
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
     requested = config.model
-    config = _resolve_config(config, world, telemetry)
+    checkpoint = recorded(config.checkpoint, config.job)
+    refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
+    config = _resolve_config(config, world, telemetry, checkpoint)
     strategy = create(config, world)
-    tokenizer = load_tokenizer(config.model)
-    dataset, held_out = unless_stopped(
-        agreement, stop, partial(_tokenize, config, tokenizer, telemetry)
-    )
+    data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)
+    dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    module = unless_stopped(agreement, stop, partial(_load, config, world, telemetry, dataset))
+    load = partial(_load, config, world, telemetry, dataset, refusals)
+    module = unless_stopped(agreement, stop, load)
     if world.is_main:
         try_export(module.model, tokenizer, config)
     world.liveness_barrier()  # collectives of the strategy could time out
@@ -173,9 +177,11 @@ def _free_memory(config: TrainConfig, world: World) -> int:
     return free_host_memory() // config.world.nproc_per_node
 
 
-def _resolve_config(config: TrainConfig, world: World, telemetry: Telemetry) -> TrainConfig:
+def _resolve_config(
+    config: TrainConfig, world: World, telemetry: Telemetry, checkpoint: Fingerprint | None
+) -> TrainConfig:
     """Resolve the configuration for this model; this imports transformers."""
-    config = pinned(config, world, partial(recorded, config.checkpoint, config.job))
+    config = pinned(config, world, checkpoint)
     with gc_paused():
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
         # The length of unpacked rows is known only after tokenising.
@@ -215,18 +221,29 @@ def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termina
     )
 
 
-def _tokenize(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", telemetry: Telemetry
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """Tokenise both data sets, or load them from the cache; one process per node does the work."""
-    telemetry.phase(Phase.TOKENIZING)
-    failpoint("tokenizing")
-    dataset = prepare(config.data, config.data.sources, tokenizer, name="train")
-    held_out = None
-    if config.data.eval is not None:
-        held_out = prepare(config.data, (config.data.eval,), tokenizer, name="eval")
-    refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
-    return dataset, held_out
+def _read_data(
+    config: TrainConfig,
+    agreement: Agreement,
+    stop: StopSignal,
+    telemetry: Telemetry,
+    checkpoint: Fingerprint | None,
+    warn: Callable[[str], None],
+) -> RunData:
+    """Return the tokens of the run, by the same rules on every rank."""
+    tokenizer_of = partial(load_tokenizer, config.model)
+    recorded_data = checkpoint.data if checkpoint else None
+
+    def work() -> RunData:
+        telemetry.phase(Phase.TOKENIZING)
+        failpoint("tokenizing")
+        data = prepare_run(config.data, tokenizer_of, recorded_data, warn)
+        refuse_unknown_tokens(config.model, data.tokenizer, data.train, data.held_out)
+        return data
+
+    data = unless_stopped(agreement, stop, work)
+    if agreement.any(data.rules is not Rules.CURRENT) and data.rules is Rules.CURRENT:
+        return prepare_with(config.data, tokenizer_of, Rules.RELEASE_0_1_0)
+    return data
 
 
 def _warn_from_rank0(telemetry: Telemetry, world: World) -> Callable[[str], None]:
@@ -307,7 +324,11 @@ def _check_float8(
 
 
 def _load(
-    config: TrainConfig, world: World, telemetry: Telemetry, dataset: TokenDataset
+    config: TrainConfig,
+    world: World,
+    telemetry: Telemetry,
+    dataset: TokenDataset,
+    refusals: Refusals,
 ) -> CausalLoss:
     """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
@@ -319,7 +340,7 @@ def _load(
     failpoint("loading")
     place = load_device(config, world.rank, world.device)
     with loading_model():
-        base = load_model(config, place, quantises=not is_loaded_once(config))
+        base = load_model(config, place, refusals, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # same initial adapters on every rank
     model: nn.Module = choose_trained(base, config)
     return prepare_model(model, config, world.device, _warn_from_rank0(telemetry, world))

@@ -1,7 +1,7 @@
 """Tokens and labels of fixed conversations are the same in every version, template by template.
 
 Checkpoints name their data by a hash of tokens and labels, so a change of them would end the resume
-of every run. After a change that is meant, raise `CACHE_VERSION` and replace the hashes by the
+of every run. After a change that is meant, add a version to `Rules` and replace the hashes by the
 ones that the failure shows. The tokenizer is built here by hand: trained ones differ with the
 version of Python whose documentation they are trained on.
 """

@@ -43,7 +43,7 @@ world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 for branch, commit, config in json.load(sys.stdin):
     Path(branch).write_text(commit)
     config = TrainConfig.model_validate(config)
-    found = pinned(config, world, partial(recorded, config.checkpoint, config.job))
+    found = pinned(config, world, recorded(config.checkpoint, config.job))
     print(found.model.revision)
 """
 

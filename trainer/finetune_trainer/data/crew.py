@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from finetune_trainer.config import DataConfig
 from finetune_trainer.data.piecework import Batch, BatchEncoder, EncodedBatch
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.with_parent import end_with_parent
 
@@ -34,7 +35,9 @@ Process = subprocess.Popen[bytes]
 class Crew:
     """Processes with one encoder each; as a context manager it kills them all on exit."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any, count: int) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, count: int, rules: Rules = Rules.CURRENT
+    ) -> None:
         """Start the processes; they load for some seconds, until `is_ready`.
 
         Raises:
@@ -42,7 +45,7 @@ class Crew:
             Exception: the tokenizer cannot be sent to another process.
         """
         self._count = count
-        setup = pickle.dumps((os.getpid(), config, tokenizer))
+        setup = pickle.dumps((os.getpid(), config, tokenizer, rules))
         self._idle: SimpleQueue[Process | None] = SimpleQueue()  # None: the crew is closed
         self._processes: list[Process] = []
         self._threads = ThreadPoolExecutor(count, "tokenise")
@@ -185,9 +188,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps the output of libraries out of the pipe
     hide_torch()
-    parent, config, tokenizer = pickle.load(requests)
+    parent, config, tokenizer, rules = pickle.load(requests)
     end_with_parent(parent, signal.SIGKILL)
-    encoder = BatchEncoder(config, tokenizer)
+    encoder = BatchEncoder(config, tokenizer, rules)
     _reply(replies, _READY)
     while True:
         try:

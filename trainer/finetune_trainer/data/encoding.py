@@ -16,6 +16,7 @@ from finetune_trainer.config import DataConfig, DataFormat, LongRows
 from finetune_trainer.data.cutting import Cutter
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.prompt_tokens import PromptTokens
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import ControlTokens, Offsets, OwnTokenizer, refuse_reserved
 from finetune_trainer.data.template import ChatTemplate, Span
@@ -57,8 +58,9 @@ class RowEncoder:
         ConfigError: the format is chat and the model has no chat template.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, rules: Rules = Rules.CURRENT) -> None:
         self._config = config
+        self._rules = rules
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         has_template = tokenizer.chat_template is not None
@@ -135,7 +137,7 @@ class RowEncoder:
         return self._prompts.count(text, whole.numbers, whole.encoding, start)
 
     def _draft(self, row: Row) -> list[Rendered]:
-        example = read_example(row, self._config.format, self._config.columns)
+        example = read_example(row, self._config.format, self._config.columns, self._rules)
         if isinstance(example, Conversation) and self._template is not None:
             return learned_rows(self._template, self._text_tokens, example, row.where)
         if isinstance(example, Conversation):

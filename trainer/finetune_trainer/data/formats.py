@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_trainer.config import ColumnMap, DataFormat
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
 from finetune_trainer.errors import DataError
 
@@ -51,14 +52,16 @@ class Conversation:
         return len(self.learned) == [one["role"] for one in self.messages].count("assistant")
 
 
-def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conversation | str:
+def read_example(
+    row: Row, data_format: DataFormat, columns: ColumnMap, rules: Rules = Rules.CURRENT
+) -> Conversation | str:
     """Read `row` under `data_format` as a dialogue, or as a text that is learned whole.
 
     Raises:
         DataError: a column is missing or has another type; names the row, the columns found and the
             field to set.
     """
-    reader = _RowReader(row, columns)
+    reader = _RowReader(row, columns, rules)
     if data_format is DataFormat.TEXT:
         return reader.text("text")
     if data_format is DataFormat.INSTRUCTION:
@@ -78,7 +81,8 @@ def read_example(row: Row, data_format: DataFormat, columns: ColumnMap) -> Conve
 class _RowReader:
     """Reads columns of a row by their usual or configured names."""
 
-    def __init__(self, row: Row, columns: ColumnMap) -> None:
+    def __init__(self, row: Row, columns: ColumnMap, rules: Rules) -> None:
+        self._rules = rules
         self._row = row
         self._columns = columns
 

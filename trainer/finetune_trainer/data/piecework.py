@@ -13,6 +13,7 @@ import numpy as np
 
 from finetune_trainer.config import DataConfig, LongRows
 from finetune_trainer.data.encoding import ROWS_PER_BATCH, Encoded, RowEncoder
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import texts_of
 from finetune_trainer.data.token_store import ARRAYS, Sequence
@@ -69,9 +70,9 @@ class BatchEncoder:
         ConfigError: the format is chat and the model has no chat template.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, rules: Rules = Rules.CURRENT) -> None:
         self._config = config
-        self._encoder = RowEncoder(config, tokenizer)
+        self._encoder = RowEncoder(config, tokenizer, rules)
 
     def encode(self, batch: Batch) -> EncodedBatch:
         """Encode a batch and count its rows, sequences and tokens.

@@ -22,13 +22,13 @@ from finetune_trainer.config import DataConfig, DataReport, DatasetSource
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
 from finetune_trainer.data.piecework import SPECIAL_TEXT, BatchEncoder, batches, fit
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Rows, open_rows
 from finetune_trainer.data.token_store import Sequence, StoredTokens, TokenStore
 from finetune_trainer.errors import DataError, TrainerError
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
-CACHE_VERSION = 5  # increase it whenever the same rows would give other arrays
 FEW_ROWS_WITHOUT_LABELS = 0.01
 # A data set tokenised within this time needs no processes, which take as long to start.
 SECONDS_ALONE = 1.0
@@ -121,6 +121,7 @@ def prepare(
     tokenizer: Any,
     *,
     name: str = "train",
+    rules: Rules = Rules.CURRENT,
 ) -> TokenDataset:
     """Return the tokens of all sources; tokenise sources that the cache lacks.
 
@@ -129,7 +130,7 @@ def prepare(
     rebuilt.
 
     `sources` are the sources of `config`, or `config.eval` alone. `name` is `train` or `eval` and
-    selects the field that messages name.
+    selects the field that messages name. `rules` is the version by which rows are read.
 
     Raises:
         DataError: the rows are missing or malformed, or no row has a label token.
@@ -140,23 +141,23 @@ def prepare(
     names = [name, *(f"also[{place}]" for place in range(len(sources) - 1))]
     return TokenDataset(
         [
-            (_prepare_source(config, source, tokenizer, name), source.weight)
+            (_prepare_source(config, source, tokenizer, name, rules), source.weight)
             for name, source in zip(names, sources, strict=True)
         ]
     )
 
 
 def _prepare_source(
-    config: DataConfig, source: DatasetSource, tokenizer: Any, name: str
+    config: DataConfig, source: DatasetSource, tokenizer: Any, name: str, rules: Rules
 ) -> StoredTokens:
-    rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir))
-    store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer))
+    rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir), rules=rules)
+    store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer, rules))
     stored = store.open()
     if stored is None:
         with store.lock():
             stored = store.open()  # another process may have written it while this process waited
             if stored is None:
-                stored = _tokenize(config, rows, tokenizer, store)
+                stored = _tokenize(config, rows, tokenizer, store, rules)
     return stored
 
 
@@ -197,9 +198,12 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
     return DataReport(**tally, warnings=tuple(warnings))
 
 
-def _tokenize(config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore) -> StoredTokens:
+def _tokenize(
+    config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore, rules: Rules
+) -> StoredTokens:
     tally: Counter[str] = Counter()
-    encoder, start = BatchEncoder(config, tokenizer), partial(_crew, config, tokenizer)
+    encoder = BatchEncoder(config, tokenizer, rules)
+    start = partial(_crew, config, tokenizer, rules)
     try:
         with closing(_encoded(encoder, rows, tally, start)) as encoded:
             store.write(encoded)
@@ -248,20 +252,20 @@ def _encoded(
                 yield encoded.arrays
 
 
-def _crew(config: DataConfig, tokenizer: Any) -> Crew | None:
+def _crew(config: DataConfig, tokenizer: Any, rules: Rules) -> Crew | None:
     """Start a process per core; None if there is a single core, or a process cannot be started."""
     count = min(usable_cores(), MAX_PROCESSES)
     # Code that a model brings along cannot be imported by other processes.
     if count == 1 or not type(tokenizer).__module__.startswith("transformers."):
         return None
     try:
-        return Crew(config, tokenizer, count)
+        return Crew(config, tokenizer, count, rules)
     except OSError as error:
         print(f"one process tokenises the rows: others cannot be started: {error}", file=sys.stderr)
         return None
 
 
-def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:
+def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any, rules: Rules) -> str:
     settings = config.model_dump(
         mode="json",
         include={
@@ -269,7 +273,7 @@ def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any) -> str:
             *("special_tokens", "allow_special_tokens"),
         },
     )
-    parts = [CACHE_VERSION, rows.fingerprint(), _tokenizer_content(tokenizer), settings]
+    parts = [int(rules), rows.fingerprint(), _tokenizer_content(tokenizer), settings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -25,6 +25,7 @@ from finetune_trainer.config import (
     data_suffix,
     is_data_file,
 )
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
 
 FIELDS = {
@@ -46,7 +47,9 @@ class Row:
     values: dict[str, Any]
 
 
-def open_rows(source: DatasetSource, *, name: str, cache_dir: Path) -> "Rows":
+def open_rows(
+    source: DatasetSource, *, name: str, cache_dir: Path, rules: Rules = Rules.CURRENT
+) -> "Rows":
     """Find the rows that `source` names.
 
     `name` is `train`, `eval` or `also[N]`, the field of the manifest that messages begin with.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,9 +71,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def pinned(
-    config: TrainConfig, world: World, recorded: Callable[[], RecordedBase | None]
-) -> TrainConfig:
+def pinned(config: TrainConfig, world: World, recorded: RecordedBase | None) -> TrainConfig:
     """Return the configuration with the commit of the hub's revision; a collective.
 
     A branch may move between two attempts, and while the ranks of an attempt are loading. The first
@@ -82,8 +80,8 @@ def pinned(
     Args:
         config: Names the model and its revision.
         world: The ranks; all of them get the same commit.
-        recorded: Reads the base model of the checkpoint to resume from, or returns None if there
-            is no checkpoint. Called on rank 0 only.
+        recorded: Base model of the checkpoint to resume from, or None if there is no checkpoint.
+            Only that of rank 0 is used.
 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached.
@@ -91,7 +89,7 @@ def pinned(
     path = Path(config.model.path)
     if path.is_absolute() or path.is_dir():
         return config
-    commit = _commit(config.model, recorded()) if world.is_main else None
+    commit = _commit(config.model, recorded) if world.is_main else None
     world.liveness_barrier()  # the hub may be slow
     found = gather_objects(world.control_group, commit)
     if found[0] is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.completeness import refuse_random_weights
@@ -22,6 +23,7 @@ from finetune_trainer.model.quantize import (
     quantization_config,
     use_pure_products,
 )
+from finetune_trainer.refusals import STRICT, Refusals
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +40,10 @@ _DROPOUT_FIELDS = (
 )
 
 
-def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
+def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTrainedTokenizerBase":
     """Load the model's tokenizer with the template and the special tokens of the configuration.
 
-    A missing padding token becomes the end token.
+    A missing padding token becomes the end token. `rules` is the version by which rows are read.
 
     Raises:
         ConfigError: the tokenizer cannot be found or read, the template is not valid Jinja or does
@@ -113,7 +115,11 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
 
 
 def load_model(
-    config: TrainConfig, device: "torch.device", *, quantises: bool = True
+    config: TrainConfig,
+    device: "torch.device",
+    refusals: Refusals = STRICT,
+    *,
+    quantises: bool = True,
 ) -> "PreTrainedModel":
     """Load the base model for training: trained parameters in fp32, frozen ones in 16 bits or less.
 

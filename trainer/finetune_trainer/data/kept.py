@@ -1,0 +1,88 @@
+"""Prepare the rows of a run, with the rules that the tokens of its checkpoint come from.
+
+Called by `rank`. A checkpoint names its training data by the hash of all tokens and labels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_trainer.config import DataConfig
+from finetune_trainer.data.rules import Rules
+from finetune_trainer.data.sequences import TokenDataset, prepare
+from finetune_trainer.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The tokens of a run, and the tokenizer and the rules that they come from."""
+
+    train: TokenDataset
+    held_out: TokenDataset | None
+    tokenizer: Any
+    rules: Rules
+
+
+def prepare_run(
+    config: DataConfig,
+    tokenizer_of: Callable[[Rules], Any],
+    recorded: str | None,
+    warn: Callable[[str], None],
+) -> RunData:
+    """Return the tokens of a run with the current rules, or those of its checkpoint.
+
+    Args:
+        config: Rows for training and evaluation.
+        tokenizer_of: Loads the tokenizer of a version.
+        recorded: Fingerprint of the training data in the checkpoint to resume from; None without
+            a checkpoint.
+        warn: Receives a sentence if the rows are read by earlier rules.
+
+    Raises:
+        TrainerError: see `sequences.prepare`. The current rules refuse the data, and the earlier
+            rules do not give the recorded tokens.
+    """
+    refused: DataError | ConfigError | None = None
+    current = None
+    try:
+        current = prepare_with(config, tokenizer_of, Rules.CURRENT)
+    except (DataError, ConfigError) as error:
+        if recorded is None:
+            raise
+        refused = error
+    if current is not None and recorded in (None, current.train.fingerprint):
+        return current
+    earlier = _earlier(config, tokenizer_of)
+    if earlier is not None and earlier.train.fingerprint == recorded:
+        why = refused or "some rows give other tokens now"
+        warn(
+            f"{why}; this run has a checkpoint and continues with the tokens of release 0.1.0, but "
+            "a new run would not"
+        )
+        return earlier
+    if current is None:
+        assert refused is not None
+        raise refused
+    return current
+
+
+def prepare_with(config: DataConfig, tokenizer_of: Callable[[Rules], Any], rules: Rules) -> RunData:
+    """Return the tokens of a run with these rules.
+
+    Raises:
+        TrainerError: see `sequences.prepare`.
+    """
+    tokenizer = tokenizer_of(rules)
+    train = prepare(config, config.sources, tokenizer, name="train", rules=rules)
+    held_out = None
+    if config.eval is not None:
+        held_out = prepare(config, (config.eval,), tokenizer, name="eval", rules=rules)
+    return RunData(train, held_out, tokenizer, rules)
+
+
+def _earlier(config: DataConfig, tokenizer_of: Callable[[Rules], Any]) -> RunData | None:
+    """Return the tokens with the rules of the release; None if they refuse the data as well."""
+    try:
+        return prepare_with(config, tokenizer_of, Rules.RELEASE_0_1_0)
+    except (DataError, ConfigError):
+        return None
