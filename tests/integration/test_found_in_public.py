@@ -1,6 +1,6 @@
-"""One case per public report: the smallest input that once trained or exported something else.
+"""Public reports: the smallest input of each, which release 0.1.0 trained or exported wrongly.
 
-Each test is named by the tracker and the number of its report. Relatives of each kind are tested
+A test bears the tracker and the number of its report. Relatives of each kind are tested
 beside the code.
 """
 

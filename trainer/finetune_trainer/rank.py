@@ -27,9 +27,9 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import Agreement, StopSignal, loading_model, preempted, unless_stopped
 from finetune_trainer.data.batch import MicroBatch, collate
-from finetune_trainer.data.kept import RunData, prepare_run, prepare_with
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.rules import Rules
+from finetune_trainer.data.run_data import RunData, prepare_run, prepare_with
 from finetune_trainer.data.sequences import TokenDataset
 from finetune_trainer.evaluation import ROUND_TO_ON_GPU, held_out_loss
 from finetune_trainer.export import check_replaceable

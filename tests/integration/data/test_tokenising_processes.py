@@ -20,6 +20,7 @@ from finetune_trainer.data import sequences
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
 from finetune_trainer.data.piecework import Batch, BatchEncoder
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
 from finetune_trainer.errors import DataError, TrainerError
 from support.data.text_fixtures import tiny_tokenizer
@@ -96,8 +97,8 @@ def test_a_large_data_set_has_the_same_files_by_one_process_and_by_several(
     config, started = config_in(tmp_path), []
     alone = sequences.prepare(config, config.sources, tokenizer)
 
-    def crew(config: DataConfig, tokenizer: Any) -> Crew:
-        started.append(Crew(config, tokenizer, 2))
+    def crew(config: DataConfig, tokenizer: Any, rules: Rules) -> Crew:
+        started.append(Crew(config, tokenizer, 2, rules))
         wait(started[0]._starting)
         return started[0]
 
@@ -121,8 +122,8 @@ def test_where_no_other_process_starts_one_tokenises_all(
     (tmp_path / "rows.jsonl").write_text(row * 1_100)
     config = config_in(tmp_path)
 
-    def crew(config: DataConfig, tokenizer: Any) -> Crew:
-        made = Crew(config, tokenizer, 2)
+    def crew(config: DataConfig, tokenizer: Any, rules: Rules) -> Crew:
+        made = Crew(config, tokenizer, 2, rules)
         wait(made._starting)
         return made
 

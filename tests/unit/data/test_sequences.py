@@ -331,3 +331,19 @@ def test_a_further_source_that_is_missing_is_named_by_its_field(
 def test_a_weight_of_held_out_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weight of held-out rows has no effect"):
         config(tmp_path / "rows.jsonl", eval=DatasetSource(path="rows.jsonl", weight=2))
+
+
+def test_the_tokens_that_end_learned_turns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    first, second = (
+        write_rows(tmp_path / name, *rows)
+        for name, rows in (("a.jsonl", DIALOGUES), ("b.jsonl", DIALOGUES[:4]))
+    )
+    also = (DatasetSource(path=str(second)),)
+    dataset = prepared(config(first, also=also), tokenizer)
+    assert dict(dataset.stops) == {tokenizer.eos_token_id: len(DIALOGUES) + 4}
+
+
+def test_a_cut_row_ends_with_no_stop_token(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "Question?", "completion": "word " * 5_000}
+    dataset = prepared(config(write_rows(tmp_path / "rows.jsonl", row), max_seq_len=16), tokenizer)
+    assert not dataset.stops

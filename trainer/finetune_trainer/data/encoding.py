@@ -28,10 +28,17 @@ ROWS_PER_BATCH = 512  # the tokenizer processes many texts per call, with thread
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens (L,) and the label mask (L,)."""
+    """Tokens of a text.
+
+    Attributes:
+        tokens: (L,) token ids.
+        is_label: (L,) whether a token is learned.
+        stops: Last learned token of each turn.
+    """
 
     tokens: list[int]
     is_label: list[bool]
+    stops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,13 @@ class EncodedRow:
             here.
         is_cut: Whether the text was cut before tokenising. The parts are still longer than the
             maximum, but lack the end of the row.
+        stops: Special token that ends each learned turn, as far as the row is not cut.
     """
 
     parts: tuple[Encoded, ...]
     has_special_text: bool = False
     is_cut: bool = False
+    stops: tuple[int, ...] = ()
 
 
 class RowEncoder:
@@ -75,6 +84,7 @@ class RowEncoder:
         self._text_tokens = None if config.allow_special_tokens else self._control
         # The unknown token is allowed: characters outside of the vocabulary become this token.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
+        self._ends = self._special | {*tokenizer.convert_tokens_to_ids([*config.special_tokens])}
         self._own: OwnTokenizer | None = None
         self._prompts = PromptTokens(tokenizer)
         is_truncated = config.long_rows is LongRows.TRUNCATE
@@ -102,7 +112,10 @@ class RowEncoder:
             kept = list(map(partial(self._cut_or_whole, tokens_of), draft, all_of_it))
             parts = [part for one in kept for part in self._label(one, tokens_of, row.where)]
             is_cut = any(map(is_not, kept, all_of_it))
-            yield EncodedRow(tuple(parts), any(one.is_shielded for one in draft), is_cut)
+            has_special_text = any(one.is_shielded for one in draft)
+            ends = [] if is_cut else [end for part in parts for end in part.stops]
+            stops = tuple(end for end in ends if end in self._ends)
+            yield EncodedRow(tuple(parts), has_special_text, is_cut, stops)
 
     def _cut(self, rendered: Rendered) -> Rendered:
         """Cut off the text that is certainly beyond the retained tokens."""
@@ -272,8 +285,11 @@ class RowEncoder:
         for start, until in labels:
             is_label[start:until] = [True] * (until - start)
         begin = self._begin
+        stops = end or [tokens[until - 1] for _, until in labels if until]
         return Encoded(
-            [*begin, *tokens, *end], [*[False] * len(begin), *is_label, *[True] * len(end)]
+            [*begin, *tokens, *end],
+            [*[False] * len(begin), *is_label, *[True] * len(end)],
+            tuple(stops),
         )
 
     def _end(self, rendered: Rendered) -> list[int]:

@@ -43,10 +43,12 @@ class EncodedBatch:
     Attributes:
         arrays: Bytes to append to each array of the cache.
         tally: Counts of the report, for these rows.
+        stops: How many learned turns each special token ends.
     """
 
     arrays: Mapping[str, bytes]
     tally: Counter[str]
+    stops: Counter[int]
 
 
 def batches(rows: Iterable[Row]) -> Iterator[Batch]:
@@ -80,7 +82,7 @@ class BatchEncoder:
         Raises:
             DataError: a row cannot be used.
         """
-        config, tally = self._config, Counter[str]()
+        config, tally, stops = self._config, Counter[str](), Counter[int]()
         long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
         sequences: list[Sequence] = []
         for number, row in enumerate(self._encoder.encode(batch.rows), start=batch.first):
@@ -90,6 +92,7 @@ class BatchEncoder:
                 for piece in fit(part, config.max_seq_len, config.long_rows, number)
             ]
             tally["rows"] += 1
+            stops.update(row.stops)
             tally[SPECIAL_TEXT] += row.has_special_text
             tally["sequences"] += len(pieces)
             tally["tokens"] += sum(len(piece.tokens) for piece in pieces)
@@ -97,7 +100,7 @@ class BatchEncoder:
             tally["rows_without_labels"] += not pieces
             tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
             sequences += pieces
-        return EncodedBatch(_arrays(sequences), tally)
+        return EncodedBatch(_arrays(sequences), tally, stops)
 
 
 def fit(encoded: Encoded, max_seq_len: int, long_rows: LongRows, row: int = 1) -> list[Sequence]:

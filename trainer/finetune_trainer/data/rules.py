@@ -2,7 +2,7 @@
 
 Each entry of the token cache is named by its version. A new run uses the current rules. A run that
 has a checkpoint keeps the rules that its tokens come from, because a step number means the same
-data only with the same tokens (`kept`).
+data only with the same tokens (`run_data`).
 """
 
 from enum import IntEnum

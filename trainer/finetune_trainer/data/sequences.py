@@ -47,6 +47,7 @@ class TokenDataset:
         label_counts: (N,) int32, predicted tokens of each sequence; at least 1.
         weights: (N,) float64, number of times that an epoch contains each sequence.
         report: Report on the rows of all sources.
+        stops: How many learned turns each special token ends, in all sources.
     """
 
     def __init__(self, parts: list[tuple[StoredTokens, float]]) -> None:
@@ -60,6 +61,7 @@ class TokenDataset:
             [np.full(len(part.arrays["lengths"]), weight) for part, weight in parts]
         )
         self.report = _sum_up([part.report for part in stored])
+        self.stops = sum((Counter(part.stops) for part in stored), Counter[int]())
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
         # Index at which the tokens of each source begin; the files themselves are never joined.
         self._begins = np.cumsum([0, *(len(arrays["tokens"]) for arrays in self._arrays[:-1])])
@@ -201,13 +203,13 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
 def _tokenize(
     config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore, rules: Rules
 ) -> StoredTokens:
-    tally: Counter[str] = Counter()
+    tally, stops = Counter[str](), Counter[int]()
     encoder = BatchEncoder(config, tokenizer, rules)
     start = partial(_crew, config, tokenizer, rules)
     try:
-        with closing(_encoded(encoder, rows, tally, start)) as encoded:
+        with closing(_encoded(encoder, rows, tally, stops, start)) as encoded:
             store.write(encoded)
-        store.commit(_report(tally, config, rows))
+        store.commit(_report(tally, config, rows), stops)
     except OSError as error:
         raise TrainerError(
             f"the token cache in {config.cache_dir} cannot be written: {error.strerror or error}; "
@@ -223,9 +225,13 @@ def _tokenize(
 
 
 def _encoded(
-    encoder: BatchEncoder, rows: Rows, tally: Counter[str], start: Callable[[], Crew | None]
+    encoder: BatchEncoder,
+    rows: Rows,
+    tally: Counter[str],
+    stops: Counter[int],
+    start: Callable[[], Crew | None],
 ) -> Generator[Mapping[str, bytes]]:
-    """Yield the arrays of all batches, and add the counts of their rows to `tally`.
+    """Yield the arrays of all batches, and add the counts of their rows to `tally` and `stops`.
 
     The first batches are encoded in this process, the others in a crew once it is ready.
     """
@@ -235,6 +241,7 @@ def _encoded(
         for batch in waiting:
             encoded = encoder.encode(batch)
             tally.update(encoded.tally)
+            stops.update(encoded.stops)
             yield encoded.arrays
             if crew is None and not is_alone and monotonic() - began > SECONDS_ALONE:
                 crew = start()
@@ -249,6 +256,7 @@ def _encoded(
         if crew is not None:
             for encoded in crew.encode(waiting):
                 tally.update(encoded.tally)
+                stops.update(encoded.stops)
                 yield encoded.arrays
 
 

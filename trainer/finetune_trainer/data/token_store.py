@@ -12,13 +12,13 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from finetune_trainer.config import ContractModel, DataReport
 from finetune_trainer.errors import OutputNotWritableError
@@ -50,10 +50,17 @@ class Sequence:
 
 
 class Manifest(ContractModel):
-    """Content of a complete cache folder: the SHA-256 of each file, and the report of the rows."""
+    """Content of a complete cache folder.
+
+    Attributes:
+        files: SHA-256 of each file.
+        report: Report of the rows.
+        stops: How many learned turns each special token ends; release 0.1.0 did not count them.
+    """
 
     files: dict[str, str]
     report: DataReport
+    stops: dict[int, int] = Field({}, description="Learned turns by their last token.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +71,13 @@ class StoredTokens:
         arrays: Arrays by name: tokens and is_label (all sequences end to end), lengths,
             label_counts and rows (one entry per sequence).
         fingerprint: Hash of every token and label, independent of rows and settings.
+        stops: How many learned turns each special token ends.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     report: DataReport
     fingerprint: str
+    stops: Mapping[int, int] = field(default_factory=dict)
 
 
 class TokenStore:
@@ -92,7 +101,7 @@ class TokenStore:
         }
         hashes = "".join(manifest.files[name] for name in ARRAYS if name != "rows")
         fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
-        return StoredTokens(arrays, manifest.report, fingerprint)
+        return StoredTokens(arrays, manifest.report, fingerprint, manifest.stops)
 
     def write(self, parts: Iterable[Mapping[str, bytes]]) -> None:
         """Write the arrays of a draft part by part, without holding them in memory."""
@@ -106,10 +115,11 @@ class TokenStore:
                 for name, file in files.items():
                     file.write(part[name])
 
-    def commit(self, report: DataReport) -> None:
+    def commit(self, report: DataReport, stops: Mapping[int, int]) -> None:
         """Rename the draft to the cache folder, replacing a damaged one."""
         files = {name: _digest(self._path(name, self._draft)) for name in ARRAYS}
-        (self._draft / MANIFEST).write_text(Manifest(files=files, report=report).to_json())
+        manifest = Manifest(files=files, report=report, stops=dict(stops))
+        (self._draft / MANIFEST).write_text(manifest.to_json())
         sync_tree(self._draft)
         if self.open() is None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -81,7 +81,7 @@ def pinned(config: TrainConfig, world: World, recorded: RecordedBase | None) -> 
         config: Names the model and its revision.
         world: The ranks; all of them get the same commit.
         recorded: Base model of the checkpoint to resume from, or None if there is no checkpoint.
-            Only that of rank 0 is used.
+            Ranks other than 0 ignore it.
 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached.

@@ -29,13 +29,13 @@ def prepare_run(
     recorded: str | None,
     warn: Callable[[str], None],
 ) -> RunData:
-    """Return the tokens of a run with the current rules, or those of its checkpoint.
+    """Return the tokens of a run, by the current rules or by the rules of its checkpoint.
 
     Args:
         config: Rows for training and evaluation.
         tokenizer_of: Loads the tokenizer of a version.
-        recorded: Fingerprint of the training data in the checkpoint to resume from; None without
-            a checkpoint.
+        recorded: Fingerprint of the training data in the checkpoint to resume from, if there is a
+            checkpoint.
         warn: Receives a sentence if the rows are read by earlier rules.
 
     Raises:
