@@ -341,9 +341,3 @@ def test_the_tokens_that_end_learned_turns_are_counted(tmp_path: Path, tokenizer
     also = (DatasetSource(path=str(second)),)
     dataset = prepared(config(first, also=also), tokenizer)
     assert dict(dataset.stops) == {tokenizer.eos_token_id: len(DIALOGUES) + 4}
-
-
-def test_a_cut_row_ends_with_no_stop_token(tmp_path: Path, tokenizer: Any) -> None:
-    row = {"prompt": "Question?", "completion": "word " * 5_000}
-    dataset = prepared(config(write_rows(tmp_path / "rows.jsonl", row), max_seq_len=16), tokenizer)
-    assert not dataset.stops
