@@ -4,7 +4,62 @@ A test bears the tracker and the number of its report. Relatives of each kind ar
 beside the code.
 """
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_trainer.config import DataConfig, DataFormat, DatasetSource
+from finetune_trainer.data.encoding import RowEncoder
+from finetune_trainer.data.source import Row
+from finetune_trainer.errors import DataError
+from support.data.text_fixtures import CHATML_TEMPLATE, tiny_tokenizer
+
 # Rows and templates.
+
+
+def tokens_of(tokenizer: Any, row: dict[str, Any], **config: Any) -> list[str]:
+    """Return the tokens of a row as text."""
+    data = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir="unused", **config)
+    [encoded] = RowEncoder(data, tokenizer).encode([Row("rows.jsonl line 1", row)])
+    [part] = encoded.parts
+    return [str(tokenizer.decode([token])) for token in part.tokens]
+
+
+def test_qwen_1089_a_tool_result_that_the_template_drops_is_refused(tmp_path: Path) -> None:
+    template = CHATML_TEMPLATE.replace(
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'tool' %}",
+    )
+    messages = [
+        {"role": "user", "content": "Weather in Bern?"},
+        {"role": "tool", "content": "31 degrees"},
+        {"role": "assistant", "content": "It is 31 degrees."},
+    ]
+    with pytest.raises(DataError, match=r"line 1: turn 2 \(tool\) is left out"):
+        tokens_of(tiny_tokenizer(tmp_path, template=template), {"messages": messages})
+
+
+def test_openrlhf_393_begin_and_end_tokens_are_not_doubled(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path, template=None)
+    row = {"text": "<|im_start|>Hello<|im_end|>"}
+    allowed = {"format": DataFormat.TEXT, "allow_special_tokens": True}
+    assert tokens_of(tokenizer, row, **allowed).count("<|im_end|>") == 1
+
+
+def test_verl_7664_a_template_that_joins_call_arguments_as_text_gets_text(tmp_path: Path) -> None:
+    template = CHATML_TEMPLATE.replace(
+        "message['content']",
+        "message['content'] + (message['tool_calls'][0]['function']['name'] + ' ' + "
+        "message['tool_calls'][0]['function']['arguments'] if message['tool_calls'] else '')",
+    )
+    call = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tokens = tokens_of(tiny_tokenizer(tmp_path, template=template), {"messages": messages})
+    assert 'weather {"city": "Bern"}<|im_end|>' in "".join(tokens)
 
 
 # Files and columns.

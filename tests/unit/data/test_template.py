@@ -331,7 +331,10 @@ def test_the_date_a_template_prints_does_not_depend_on_the_day(encoder: Any) -> 
 
 
 def test_a_template_that_leaves_the_answer_out_teaches_no_silence(encoder: Any) -> None:
-    made = encoder("{% for message in messages %}<|im_end|>{% endfor %}")
+    made = encoder(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% endfor %}"
+    )
     with pytest.raises(DataError, match=r"line 1: turn 2: the model's chat template leaves out"):
         made.text(prompt="What?", completion="That.")
 

@@ -70,6 +70,7 @@ class RowEncoder:
     def __init__(self, config: DataConfig, tokenizer: Any, rules: Rules = Rules.CURRENT) -> None:
         self._config = config
         self._rules = rules
+        self._is_current = rules is not Rules.RELEASE_0_1_0
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         has_template = tokenizer.chat_template is not None
@@ -152,7 +153,7 @@ class RowEncoder:
     def _draft(self, row: Row) -> list[Rendered]:
         example = read_example(row, self._config.format, self._config.columns, self._rules)
         if isinstance(example, Conversation) and self._template is not None:
-            return learned_rows(self._template, self._text_tokens, example, row.where)
+            return learned_rows(self._template, self._text_tokens, example, row.where, self._rules)
         if isinstance(example, Conversation):
             # Instruction and response as paragraphs, for a model without a chat template.
             *asked, response = (message["content"] for message in example.messages)
@@ -170,7 +171,18 @@ class RowEncoder:
             prompt, response = self._control.shield([prompt, response])
         text = prompt + response
         spans = ((len(prompt), len(text)),) if is_filled else ()
-        return Rendered(text, spans, needs_stop=is_filled, is_shielded=is_shielded)
+        needs_stop = is_filled and not self._has_end(text)
+        return Rendered(text, spans, needs_stop=needs_stop, is_shielded=is_shielded)
+
+    def _has_end(self, text: str) -> bool:
+        """Whether a text of a row ends with the end token; plain text of it was shielded."""
+        end = self._tokenizer.eos_token
+        return self._is_current and end is not None and text.rstrip().endswith(end)
+
+    def _begin_of(self, text: str) -> list[int]:
+        """Return the begin token to put before a text, unless the text begins with one."""
+        has_one = self._is_current and text.lstrip().startswith(self._tokenizer.bos_token or "\0")
+        return [] if has_one else self._begin
 
     def _tokenize(self, texts: Iterable[str]) -> dict[str, "_Tokens"]:
         """Return the tokens of each text, without added begin or end tokens."""
@@ -190,15 +202,15 @@ class RowEncoder:
         self, rendered: Rendered, tokens_of: dict[str, "_Tokens"], where: str
     ) -> Iterator[Encoded]:
         """Yield the row's parts, with learned characters mapped to a mask of tokens."""
-        end = self._end(rendered)
+        begin, end = self._begin_of(rendered.text), self._end(rendered)
         if not rendered.is_shielded:
             labels = self._plain_labels(rendered, tokens_of)
             if labels is not None:
                 self._refuse_forged(rendered.text, tokens_of[rendered.text].numbers, where)
-                yield self._whole(tokens_of[rendered.text].numbers, labels, end)
+                yield _whole(begin, tokens_of[rendered.text].numbers, labels, end)
                 return
         for tokens, labels, is_last in self._careful(rendered, where):
-            yield self._whole(tokens, labels, end if is_last else [])
+            yield _whole(begin, tokens, labels, end if is_last else [])
 
     def _plain_labels(
         self, rendered: Rendered, tokens_of: dict[str, "_Tokens"]
@@ -279,19 +291,6 @@ class RowEncoder:
                 "spec.dataset.allowSpecialTokens, or correct or delete the row"
             )
 
-    def _whole(self, tokens: list[int], labels: list[Span], end: list[int]) -> Encoded:
-        """Add begin and end tokens, and build the label mask."""
-        is_label = [False] * len(tokens)
-        for start, until in labels:
-            is_label[start:until] = [True] * (until - start)
-        begin = self._begin
-        stops = end or [tokens[until - 1] for _, until in labels if until]
-        return Encoded(
-            [*begin, *tokens, *end],
-            [*[False] * len(begin), *is_label, *[True] * len(end)],
-            tuple(stops),
-        )
-
     def _end(self, rendered: Rendered) -> list[int]:
         """Return the end token if the text has no stop token of its own, else no token."""
         if not rendered.needs_stop:
@@ -353,3 +352,16 @@ def _begin_tokens(tokenizer: Any) -> list[int]:
     """Return the begin token if the tokenizer adds it to a plain text, else no token."""
     added = tokenizer("", add_special_tokens=True)["input_ids"]
     return [token for token in added[:1] if token == tokenizer.bos_token_id]
+
+
+def _whole(begin: list[int], tokens: list[int], labels: list[Span], end: list[int]) -> Encoded:
+    """Add begin and end tokens, and build the label mask."""
+    is_label = [False] * len(tokens)
+    for start, until in labels:
+        is_label[start:until] = [True] * (until - start)
+    stops = end or [tokens[until - 1] for _, until in labels if until]
+    return Encoded(
+        [*begin, *tokens, *end],
+        [*[False] * len(begin), *is_label, *[True] * len(end)],
+        tuple(stops),
+    )

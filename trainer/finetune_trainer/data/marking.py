@@ -3,12 +3,14 @@
 Called by `turns`, which renders the marked turn in addition to the turn itself.
 """
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from finetune_trainer.data.formats import Message
-from finetune_trainer.data.special import FIRST_MARK
+from finetune_trainer.data.special import FIRST_MARK, FIRST_SPECIAL
+
+FIRST_OF_MESSAGES = FIRST_MARK + 0x800  # the marks before belong to a single turn
 
 # Keys for the thoughts of a turn; transformers copies the first one to the others.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -29,12 +31,54 @@ class Marked(NamedTuple):
 
 def mark_turn(turn: Message) -> Marked:
     """Return `turn` with marks, each a different private-use character."""
-    marks = (chr(number) for number in count(FIRST_MARK))
+    marks = map(chr, count(FIRST_MARK))
     marked, mark_of = _mark_texts(turn, marks)
     calls, marks_of_calls = _mark_calls(turn.get("tool_calls", []), marks)
     if calls:
         marked["tool_calls"] = calls
     return Marked(marked, mark_of, marks_of_calls)
+
+
+def mark_messages(messages: Sequence[Message]) -> tuple[list[Message], list[list[str]]]:
+    """Return `messages` with marks, and the marks by which to recognise each one when rendered.
+
+    A message is recognised by its content, and a message of calls by the name of each call: the
+    text beside a call is a thought, which templates omit later. A message without text has no mark.
+    If the private-use characters are too few, the first messages have none.
+    """
+    marks = map(chr, range(FIRST_OF_MESSAGES, FIRST_SPECIAL))
+    marked, marks_of = list(messages), [list[str]() for _ in messages]
+    for place in reversed(range(len(messages))):
+        message, used = messages[place], list(islice(marks, _num_texts(messages[place])))
+        if len(used) < _num_texts(message):
+            break
+        if message.get("tool_calls"):
+            calls = _mark_names(message["tool_calls"], iter(used))
+            marked[place] = {**message, "tool_calls": calls}
+        elif used:
+            text = message["content"].rstrip()
+            content = text + used[0] + message["content"][len(text) :]
+            marked[place] = {**message, "content": content}
+        marks_of[place] = used
+    return marked, marks_of
+
+
+def _num_texts(message: Message) -> int:
+    """Return the number of texts by which a message is recognised."""
+    if calls := message.get("tool_calls"):
+        return sum(isinstance(call.get("function", call).get("name"), str) for call in calls)
+    return bool(message["content"].strip())
+
+
+def _mark_names(calls: list[dict[str, Any]], marks: Iterator[str]) -> list[dict[str, Any]]:
+    """Put a mark after the name of each call's function."""
+    marked = []
+    for call in calls:
+        inner = call.get("function", call)
+        if isinstance(inner.get("name"), str):
+            inner = {**inner, "name": inner["name"] + next(marks)}
+        marked.append({**call, "function": inner} if "function" in call else inner)
+    return marked
 
 
 def _mark_texts(turn: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:

@@ -5,10 +5,11 @@ Called by `turns`, which finds the learned spans in the rendered text. Rendering
 gets a fixed one, because checkpoints identify data by hash and rows must not change with the day.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from finetune_trainer.data.formats import Message
@@ -88,6 +89,41 @@ class ChatTemplate:
         stop = self._stop_at_end.search(text, start)
         return stop.end() if stop else None
 
+    @property
+    def name(self) -> str:
+        """Name of the tokenizer, for messages."""
+        return str(self._tokenizer.name_or_path)
+
+    @cached_property
+    def _own_ends(self) -> tuple[str, str]:
+        """Return the token that the template writes before a conversation, and after a turn."""
+        turns = [{"role": role, "content": role[0]} for role in ("user", "assistant")]
+        try:
+            text = self.render(turns, (), "")
+        except DataError:
+            return "", ""
+        begin, tail = self._tokenizer.bos_token or "", text.rpartition("a")[2]
+        stop = self.stop_after(tail)
+        return begin if text.startswith(begin) else "", tail[:stop].strip() if stop else ""
+
+    def without_own_ends(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Remove the begin and stop tokens of rows that the template itself writes again.
+
+        Only for rows whose special tokens are special.
+        """
+        begin, stop = self._own_ends
+        changed = []
+        for place, message in enumerate(messages):
+            content = message["content"]
+            if not place and begin:
+                content = content.lstrip().removeprefix(begin) if begin in content else content
+            if message["role"] == "assistant" and stop and content.rstrip().endswith(stop):
+                content = content.rstrip().removesuffix(stop)
+            changed.append(
+                message if content == message["content"] else {**message, "content": content}
+            )
+        return tuple(changed)
+
     @cached_property
     def structural_tokens(self) -> frozenset[str]:
         """Added tokens that the template writes around turns, special or not."""
@@ -115,23 +151,50 @@ class ChatTemplate:
         where: str,
         **options: bool,
     ) -> tuple[str, list[Span]]:
+        from jinja2 import UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        # `apply_chat_template` is not used because it does not render an empty conversation.
+        render = partial(
+            render_jinja_template,
+            tools=list(tools) or None,
+            chat_template=self._source(bool(tools)),
+            **self._tokenizer.special_tokens_map,
+            **options,
+        )
         try:
-            # `apply_chat_template` is not used because it does not render an empty conversation.
-            [text], marks = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) or None,
-                chat_template=self._source(bool(tools)),
-                **self._tokenizer.special_tokens_map,
-                **options,
-            )
+            try:
+                [text], marks = render(conversations=[list(messages)])
+            except (TypeError, UndefinedError):
+                as_text = [_with_arguments_as_text(message) for message in messages]
+                if as_text == list(messages):
+                    raise
+                [text], marks = render(conversations=[as_text])
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(
                 f"{where}: the model's chat template refuses the conversation: {error}; correct or "
                 "delete the row"
             ) from error
         return str(text), [(int(start), int(end)) for start, end in (marks or [[]])[0]]
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text.
+
+    Some templates join them as text (DeepSeek), which fails for a mapping.
+    """
+    if not message.get("tool_calls"):
+        return message
+
+    def changed(call: Any) -> Any:
+        inner = call.get("function", call)
+        if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), dict):
+            return call
+        text = json.dumps(inner["arguments"], ensure_ascii=False)
+        inner = {**inner, "arguments": text}
+        return {**call, "function": inner} if "function" in call else inner
+
+    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
 
 
 def with_arguments(template: str, arguments: Mapping[str, Any], given: Iterable[str]) -> str:

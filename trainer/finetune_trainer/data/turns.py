@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune_trainer.data.formats import Conversation, Message
-from finetune_trainer.data.marking import THOUGHTS, legible, mark_turn, without_marks
+from finetune_trainer.data.marking import (
+    THOUGHTS,
+    legible,
+    mark_messages,
+    mark_turn,
+    without_marks,
+)
+from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.special import (
     FIRST_MARK,
     SHIELD,
@@ -54,7 +61,11 @@ class _Turn:
 
 
 def learned_rows(
-    template: ChatTemplate, control: ControlTokens | None, conversation: Conversation, where: str
+    template: ChatTemplate,
+    control: ControlTokens | None,
+    conversation: Conversation,
+    where: str,
+    rules: Rules = Rules.CURRENT,
 ) -> list[Rendered]:
     """Render a conversation as the rows that it is learned from.
 
@@ -64,9 +75,9 @@ def learned_rows(
 
     Raises:
         DataError: the template refuses the conversation, does not begin a turn with its prompt,
-            or drops or changes the text of a turn.
+            drops a message, or drops or changes the text of a learned turn.
     """
-    finder = _Finder(template, control, conversation, where)
+    finder = _Finder(template, control, conversation, where, rules)
     rows: list[Rendered] = []
     for found in reversed([finder.find(turn) for turn in conversation.learned]):
         prefix = found.text[: found.end]
@@ -94,10 +105,15 @@ class _Finder:
         control: ControlTokens | None,
         conversation: Conversation,
         where: str,
+        rules: Rules,
     ) -> None:
         self._template = template
         self._where = where
+        self._rules = rules
+        self._last = max(conversation.learned, default=None)
         self._messages, self._tools = conversation.messages, conversation.tools
+        if control is None and rules is not Rules.RELEASE_0_1_0:
+            self._messages = template.without_own_ends(self._messages)
         texts = [[text for key, text in one.items() if key != "role"] for one in self._messages]
         refuse_reserved([texts, self._tools], where)
         self.is_shielded = control is not None and control.holds([texts, self._tools])
@@ -203,9 +219,13 @@ class _Finder:
         message = self._messages[turn]
         marked, mark_of, marks_of_calls = mark_turn(message)
         every = [*mark_of.values(), *marks_of_calls]
-        shown = legible(
-            self._template.render((*self._messages[:turn], marked), self._tools, where), every
-        )
+        shown = None
+        if turn == self._last and self._rules is not Rules.RELEASE_0_1_0:
+            shown = self._with_all_marks(turn, marked, every, text)
+        if shown is None:
+            shown = legible(
+                self._template.render((*self._messages[:turn], marked), self._tools, where), every
+            )
         if any(mark not in shown for mark in marks_of_calls):
             raise DataError(_left_out(self._where, "tool_calls"))
         for name, mark in mark_of.items():
@@ -218,6 +238,38 @@ class _Finder:
             raise DataError(_changed(where, "content", message["content"]))
         ends = [len(without_marks(shown.split(mark)[0], every)) for mark in mark_of.values()]
         return max(ends) if ends and not message.get("tool_calls") else None
+
+    def _with_all_marks(
+        self, turn: int, marked: Message, every: list[str], text: str
+    ) -> str | None:
+        """Render a turn and all messages before it with marks, without the marks of the latter.
+
+        Returns:
+            None if the template renders other text because of the marks.
+
+        Raises:
+            DataError: the template leaves out a message.
+        """
+        before, marks_of = mark_messages(self._messages[:turn])
+        of_messages = [mark for marks in marks_of for mark in marks]
+        try:
+            shown = self._template.render((*before, marked), self._tools, self._where)
+        except DataError:
+            return None  # the template reads a text that now has a mark
+        shown = legible(shown, [*every, *of_messages])
+        for number, marks in enumerate(marks_of):
+            if any(mark not in shown for mark in marks):
+                raise DataError(self._message_left_out(number))
+        shown = without_marks(shown, of_messages)
+        return shown if without_marks(shown, every) == text else None
+
+    def _message_left_out(self, number: int) -> str:
+        role = self._messages[number]["role"]
+        return (
+            f"{self._where}: turn {number + 1} ({role}) is left out by the chat template of "
+            f"{self._template.name}, so later turns would be learned without it; use a template "
+            "that shows it (spec.model.chatTemplate), or delete the turn"
+        )
 
     def _end(self, turn: int, text: str, content_end: int | None, start: int) -> int | None:
         """Return the end of the turn's stop token; None if it has no stop token."""
