@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 
-from finetune_trainer.config import DataConfig, DataFormat, DatasetSource
+from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.source import Row
 from finetune_trainer.errors import DataError
-from support.data.text_fixtures import CHATML_TEMPLATE, tiny_tokenizer
+from finetune_trainer.model.load import load_tokenizer
+from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
 
 # Rows and templates.
 
@@ -60,6 +62,13 @@ def test_verl_7664_a_template_that_joins_call_arguments_as_text_gets_text(tmp_pa
     ]
     tokens = tokens_of(tiny_tokenizer(tmp_path, template=template), {"messages": messages})
     assert 'weather {"city": "Bern"}<|im_end|>' in "".join(tokens)
+
+
+def test_transformers_45488_the_tokens_come_from_the_file(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "Qwen2Tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False))
+    file = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert tokenizer("in 2024")["input_ids"] == file.encode("in 2024").ids
 
 
 # Files and columns.

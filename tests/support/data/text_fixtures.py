@@ -44,6 +44,25 @@ def tiny_tokenizer(folder: Path, *, template: str | None = CHATML_TEMPLATE) -> A
     return AutoTokenizer.from_pretrained(folder)
 
 
+def save_tokenizer(folder: Path, class_name: str, pre_tokenizer: Any) -> None:
+    """Save a byte-level tokenizer as a model of the hub has it: `tokenizer.json` and its class."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the river of France in 2024, it isn't wide"] * 50, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": class_name, "eos_token": "<|endoftext|>", "unk_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def tiny_model(
     folder: Path,
     *,

@@ -23,6 +23,7 @@ from finetune_trainer.model.quantize import (
     quantization_config,
     use_pure_products,
 )
+from finetune_trainer.model.tokenizer_file import use_own_file
 from finetune_trainer.refusals import STRICT, Refusals
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTra
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
+        if rules is not Rules.RELEASE_0_1_0:
+            use_own_file(tokenizer, config.path, config.revision or "main")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
