@@ -1,10 +1,11 @@
 """Record the files of this folder: run the code of the release, and store its files.
 
     python tests/release_0_1_0/record.py run     # two attempts of the trainer; 20 s
+    python tests/release_0_1_0/record.py refused # four killed attempts; 40 s
     python tests/release_0_1_0/record.py jobs    # needs KUBEBUILDER_ASSETS with controllers; 90 s
 
-The release is unpacked from git. `record_run.py` and `record_jobs.py` then run with its packages
-and its test helpers on PYTHONPATH, and use no other module of this checkout.
+The release is unpacked from git. A script of this folder, such as `record_run.py`, then runs with
+its packages and its test helpers on PYTHONPATH, and uses no other module of this checkout.
 """
 
 import os
@@ -21,7 +22,7 @@ def main(arguments: list[str]) -> int:
     """Run one recorder; return its exit code."""
     from support.cluster.last_release import COMMIT, unpack
 
-    if arguments not in (["run"], ["jobs"]):
+    if arguments not in (["run"], ["refused"], ["jobs"]):
         print(__doc__, file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
             return 2
         environ = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(release.source), str(release.tests)]),
+            "PYTHONPATH": os.pathsep.join([str(release.source), str(release.tests), str(HERE)]),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
