@@ -58,7 +58,7 @@ def split_files(folder: Path) -> dict[str, Any]:
 
 
 def cut_model(folder: Path) -> dict[str, Any]:
-    """`config.json` has one of the two layers of the files."""
+    """The rows end with the token with which the template ends a turn."""
     path = folder / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
     return {}
