@@ -43,7 +43,7 @@ def left_out(folder: Path) -> dict[str, Any]:
 
 
 def ended_twice(folder: Path) -> dict[str, Any]:
-    """The rows have the end token that the template writes, too."""
+    """The rows end with the token with which the template ends a turn."""
     _write_rows(folder / "train.jsonl", QUESTION, REPLY | {"content": "It is 2.<|im_end|>"})
     return {"data": {"allow_special_tokens": True}}
 
@@ -58,7 +58,7 @@ def split_files(folder: Path) -> dict[str, Any]:
 
 
 def cut_model(folder: Path) -> dict[str, Any]:
-    """The rows end with the token with which the template ends a turn."""
+    """`config.json` has fewer layers than the files."""
     path = folder / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
     return {}
