@@ -214,7 +214,7 @@ def page(measured: Result) -> str:
         "each run is a process of its own.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores, {where['gpu'] or 'no GPU'}; Python "
-        f"{where['python']}, "
+        f"{where['python']}, computing in {measured['precision']}, "
         + ", ".join(f"{name} {number}" for name, number in measured["versions"].items())
         + f"; commit {measured['commit'][:12]}.",
         "",
