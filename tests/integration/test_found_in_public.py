@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig
 from finetune_trainer.data.encoding import RowEncoder
-from finetune_trainer.data.source import Row
+from finetune_trainer.data.formats import Conversation, read_example
+from finetune_trainer.data.source import Row, open_rows
 from finetune_trainer.errors import DataError
 from finetune_trainer.model.load import load_tokenizer
 from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
@@ -72,6 +73,58 @@ def test_transformers_45488_the_tokens_come_from_the_file(tmp_path: Path) -> Non
 
 
 # Files and columns.
+
+
+def conversation_of(row: dict[str, Any], **config: Any) -> Conversation:
+    """Return a row as a dialogue."""
+    data = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir="unused", **config)
+    found = read_example(Row("rows.jsonl line 1", row), data.format, data.columns)
+    assert isinstance(found, Conversation)
+    return found
+
+
+def test_torchtune_2618_a_function_call_of_a_turn_is_a_tool_call() -> None:
+    call = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    schema = {"name": "weather", "parameters": {}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Weather in Bern?"},
+            {"role": "assistant", "content": "", "function_call": call},
+        ],
+        "functions": [schema],
+    }
+    read = conversation_of(row)
+    assert read.learned == (1,)
+    assert read.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Bern"}},
+            }
+        ],
+    }
+    assert read.tools == ({"type": "function", "function": schema},)
+
+
+def test_llamafactory_3351_the_history_of_a_row_is_its_earlier_turns() -> None:
+    row = {"history": [["One?", "1"]], "instruction": "Two?", "output": "2"}
+    read = conversation_of(row, format=DataFormat.INSTRUCTION)
+    assert [turn["content"] for turn in read.messages] == ["One?", "1", "Two?", "2"]
+    assert read.learned == (1, 3)
+
+
+def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("train", "test", "validation"):
+        (folder / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"test\.jsonl; train\.jsonl; validation\.jsonl") as error:
+        open_rows(DatasetSource(path=str(folder)), name="train", cache_dir=tmp_path)
+    assert "in spec.dataset.source, and held-out rows in spec.dataset.evalSource" in str(
+        error.value
+    )
 
 
 # Models.

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.encoding import Encoded, RowEncoder
+from finetune_trainer.data.formats import unread_columns
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import Sequence, fit, prepare
 from finetune_trainer.data.source import open_rows
@@ -50,7 +51,8 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     (`row_tokens` is only a lower bound), `truncated`, `sequences` (more than 1 if the row was split
     or its turns become separate rows; 0 if it has no label token and is skipped). The summary has
     `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. The whole data
-    set is tokenised, into the cache that the run will use.
+    set is tokenised, into the cache that the run will use. `unread_columns` of the summary are the
+    columns of these rows that the format does not read.
 
     Raises:
         TrainerError: the error that the run itself would stop with.
@@ -85,6 +87,11 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
         "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
         "total_steps": plan.total_steps,
         "max_seq_len": data.max_seq_len,
+        "unread_columns": list(
+            dict.fromkeys(
+                name for row in first for name in unread_columns(row, data.format, data.columns)
+            )
+        ),
     }
     if held_out is not None:
         summary["eval_report"] = held_out.report.model_dump(mode="json", by_alias=True)

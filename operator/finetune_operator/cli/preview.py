@@ -112,6 +112,12 @@ def _summary(line: dict[str, Any]) -> list[str]:
     sentences.append(
         f"{show_count(line['total_steps'], 'optimizer step')}; maxSeqLength {line['max_seq_len']}"
     )
+    if line["unread_columns"]:
+        sentences.append(f"columns that are not read: {', '.join(line['unread_columns'])}")
+    reports = [
+        DataReport.model_validate(line[key]) for key in ("report", "eval_report") if key in line
+    ]
+    sentences += [f"warning: {warning}" for report in reports for warning in report.warnings]
     return sentences
 
 

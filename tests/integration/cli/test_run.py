@@ -227,15 +227,17 @@ def test_preview_marks_the_tokens_that_are_learned(complete: tuple[Path, str]) -
 
 
 @pytest.mark.full
-def test_preview_shows_text_with_line_separators_of_unicode(tmp_path: Path) -> None:
+def test_preview_shows_line_separators_of_unicode_and_names_unread_columns(tmp_path: Path) -> None:
     file = write_project(tmp_path)
-    row = {"prompt": "a\u2028b\x85c", "completion": "d\u2029e"}
+    row = {"prompt": "a\u2028b\x85c", "completion": "d\u2029e", "id": 1, "chosen": ["d"]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
 
     done = ftctl("preview", file.name, folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "[[d\u2029e" in done.stdout
+    assert "columns that are not read: id, chosen\n" in done.stdout
+    assert "train.jsonl: chosen in 1 of 1 rows is not read; move" in done.stdout
 
 
 @pytest.mark.full

@@ -166,6 +166,20 @@ def test_rows_that_write_out_special_tokens_are_counted_in_a_warning(
     assert not lines[-1]["report"]["warnings"]
 
 
+def test_columns_that_are_not_read_are_named(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "Hi", "completion": "Ho", "id": 1, "system_prompt": "Be brief."},
+        {"prompt": "Hi", "completion": "Ho", "source": "hub", "history": [["a", "b"]]},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    _, [*_, summary] = previewed(capsys, model, tmp_path, text)
+    assert summary["unread_columns"] == ["id", "source", "history"]
+    [warning] = summary["report"]["warnings"]
+    assert "history in 1 of 2 rows is not read" in warning
+
+
 def test_a_trainer_error_is_one_line_and_its_exit_code(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:

@@ -158,6 +158,13 @@ class RowEncoder:
             # Instruction and response as paragraphs, for a model without a chat template.
             *asked, response = (message["content"] for message in example.messages)
             prompt = "\n\n".join(asked) + "\n\n"
+            if len(example.learned) > 1:
+                raise DataError(
+                    f"{row.where}: the responses of its history cannot be learned without a chat "
+                    "template; set spec.model.chatTemplate, or delete the column history"
+                )
+            if not example.learned:
+                prompt, response = prompt + response, ""
         else:
             prompt, response = "", example
         return [self._without_template(prompt, response, row.where)]

@@ -17,11 +17,13 @@ from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
 from finetune_trainer.data.special import texts_of
 from finetune_trainer.data.token_store import ARRAYS, Sequence
+from finetune_trainer.data.unread import unread_fields
 
 # Characters of a batch: a third of a second of work, so processes finish at about the same time.
 # Each process holds two batches in memory, as text and as tokens.
 CHARACTERS_PER_BATCH = 2**20
 SPECIAL_TEXT = "rows_with_special_text"  # counted, but not part of the report
+UNREAD = "unread "  # begins the count of rows that have a field which is not read
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class BatchEncoder:
 
     def __init__(self, config: DataConfig, tokenizer: Any, rules: Rules = Rules.CURRENT) -> None:
         self._config = config
+        self._template = tokenizer.chat_template
+        self._is_current = rules is not Rules.RELEASE_0_1_0
         self._encoder = RowEncoder(config, tokenizer, rules)
 
     def encode(self, batch: Batch) -> EncodedBatch:
@@ -100,6 +104,10 @@ class BatchEncoder:
             tally["rows_without_labels"] += not pieces
             tally[long] += any(len(part.tokens) > config.max_seq_len for part in row.parts)
             sequences += pieces
+        if self._is_current:
+            for one in batch.rows:
+                fields = unread_fields(one, config, self._template)
+                tally.update(UNREAD + name for name in fields)
         return EncodedBatch(_arrays(sequences), tally, stops)
 
 

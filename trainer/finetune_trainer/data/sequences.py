@@ -21,7 +21,7 @@ import numpy.typing as npt
 from finetune_trainer.config import DataConfig, DataReport, DatasetSource
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
-from finetune_trainer.data.piecework import SPECIAL_TEXT, BatchEncoder, batches, fit
+from finetune_trainer.data.piecework import SPECIAL_TEXT, UNREAD, BatchEncoder, batches, fit
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Rows, open_rows
 from finetune_trainer.data.token_store import Sequence, StoredTokens, TokenStore
@@ -196,6 +196,16 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
             f"{what}: {special_text} of {tally['rows']} rows write out special tokens of the "
             "model, which are read as text; if they are meant as special tokens, set "
             "spec.dataset.allowSpecialTokens"
+        )
+    unread = sorted(name for name in tally if name.startswith(UNREAD))
+    if unread:
+        counts = (
+            f"{name.removeprefix(UNREAD)} in {tally.pop(name)} of {tally['rows']} rows is not read"
+            for name in unread
+        )
+        warnings.append(
+            f"{what}: {', '.join(counts)}; move to messages, tools or train what the model should "
+            "learn from, or delete it"
         )
     return DataReport(**tally, warnings=tuple(warnings))
 

@@ -23,8 +23,8 @@ from finetune_trainer.config import (
     DATA_SUFFIXES,
     DatasetSource,
     data_suffix,
-    is_data_file,
 )
+from finetune_trainer.data.folder import files_of
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
 
@@ -56,7 +56,8 @@ def open_rows(
     `datasets` stores its downloads in `cache_dir`.
 
     Raises:
-        DataError: the file does not exist, or has an unsupported suffix.
+        DataError: the file does not exist, has an unsupported suffix, or the folder mixes
+            sets of rows (`folder.files_of`).
         ConfigError: a split is requested of a file.
         TrainerError: the hub cannot be reached.
     """
@@ -72,18 +73,12 @@ def open_rows(
     path = Path(source.path)
     if not path.exists():
         raise DataError(f"{field} {path} does not exist; check the path")
-    files = [path]
     if path.is_dir():
-        files = sorted(
-            file for file in path.iterdir() if is_data_file(file.name) and file.is_file()
-        )
-    if not files:
-        raise DataError(f"{field} {path} holds no {', '.join(DATA_SUFFIXES)} file; add one")
-    unknown = [file for file in files if data_suffix(file.name) is None]
-    if unknown:
+        return FileRows(str(path), field, tuple(files_of(path, field, rules)))
+    if data_suffix(path.name) is None:
         kinds = ", ".join(DATA_SUFFIXES)
-        raise DataError(f"{field} {unknown[0]} is not a {kinds} file; convert it to one of them")
-    return FileRows(str(path), field, tuple(files))
+        raise DataError(f"{field} {path} is not a {kinds} file; convert it to one of them")
+    return FileRows(str(path), field, (path,))
 
 
 class _MalformedError(Exception):

@@ -273,12 +273,13 @@ def check_adapter(folder: Path) -> None:
 
 def _data_hash(config: TrainConfig, warn: Callable[[str], None]) -> str | None:
     """Hash the training rows again; on failure, warn and return None."""
+    from finetune_trainer.data.rules import Rules
     from finetune_trainer.data.source import open_rows
 
-    cache = Path(config.data.cache_dir)
+    cache, rules = Path(config.data.cache_dir), Rules.RELEASE_0_1_0  # a resumed run may use them
     try:
         return " ".join(
-            open_rows(source, name="train", cache_dir=cache).fingerprint()
+            open_rows(source, name="train", cache_dir=cache, rules=rules).fingerprint()
             for source in config.data.sources
         )
     except (TrainerError, OSError) as error:

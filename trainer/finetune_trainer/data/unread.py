@@ -1,0 +1,75 @@
+"""Name the fields of a row that carry turns, masks or tools and are not read.
+
+Called by `piecework`, which counts them for a warning. Other columns that are not read, such as
+`id` or `source`, are common and appear in the preview only.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from finetune_trainer.config import DataConfig, DataFormat
+from finetune_trainer.data import masks
+from finetune_trainer.data.formats import unread_columns
+from finetune_trainer.data.source import Row
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+COLUMNS = frozenset(
+    {
+        *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "history"),
+        *("chosen", "rejected", "rejected_response", "kto_tag", "refusal"),
+        *("system", "system_prompt", "chat_template_kwargs"),
+        *("tools", "functions", "function_call", "tool_calls"),
+        *masks.OF_ROW,
+        *(masks.AMBIGUOUS, "assistant_masks", "completion_mask"),
+        *THOUGHTS,
+        *MEDIA,
+    }
+)
+KEYS = frozenset(
+    {
+        *("reasoning_details", "thinking_blocks", "thought", "thoughts", "reasoning_text"),
+        *("refusal", "train_detail", "loss_scale", *MEDIA),
+    }
+)
+"""Keys of a turn; the texts that a template drops are refused elsewhere (`turns`)."""
+
+
+def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str]:
+    """Return the names of such columns, and of keys of turns that the chat template does not read.
+
+    Raises:
+        DataError: see `formats.read_example`.
+    """
+    names: set[str] = set()
+    if not COLUMNS.isdisjoint(row.values):
+        columns = unread_columns(row, config.format, config.columns)
+        names = {name for name in columns if name in COLUMNS and _is_filled(row.values[name])}
+    if config.format is DataFormat.CHAT:
+        for turn in _turns(row, config):
+            for key in KEYS.intersection(turn):
+                if _is_filled(turn[key]) and key not in _read_by(template or ""):
+                    names.add(key)
+    return names
+
+
+def _turns(row: Row, config: DataConfig) -> Iterator[dict[str, Any]]:
+    columns = config.columns
+    named = (columns.messages, columns.prompt, columns.completion)
+    for name in (*filter(None, named), "messages", "conversations", "prompt", "completion"):
+        value = row.values.get(name)
+        if isinstance(value, list):
+            yield from (item for item in value if isinstance(item, dict))
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value is not empty; false and 0 are values."""
+    return value is not None and value not in ("", [], {})
+
+
+@cache
+def _read_by(template: str) -> frozenset[str]:
+    """Return the keys that a template names as an attribute or in quotes."""
+    return frozenset(key for key in KEYS if re.search(rf"""[.'"]{key}\b""", template))
