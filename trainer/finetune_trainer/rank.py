@@ -342,7 +342,7 @@ def _load(
     with loading_model():
         base = load_model(config, place, refusals, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # same initial adapters on every rank
-    model: nn.Module = choose_trained(base, config)
+    model: nn.Module = choose_trained(base, config, refusals)
     return prepare_model(model, config, world.device, _warn_from_rank0(telemetry, world))
 
 

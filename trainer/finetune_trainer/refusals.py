@@ -33,5 +33,8 @@ class Refusals:
         self.warn(f"{error}; a new run would be refused, and this one resumes from its checkpoint")
 
 
+SILENT = Refusals(is_new=False, warn=lambda _: None)
+"""Refuses and warns nothing; for a first look at a model that is checked when it is loaded."""
+
 STRICT = Refusals(is_new=True, warn=warnings.warn)
 """Refuses every run; for callers without checkpoints."""

@@ -1,5 +1,6 @@
 """What is trained, in which format: adapters, quantised bases, frozen weights, new tokens."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer, new_token_ids
+from finetune_trainer.refusals import Refusals
 from support.data.text_fixtures import tiny_model
 from support.launch.launches import train_config
 
@@ -267,6 +269,57 @@ def test_an_adapter_of_another_base_is_refused(folder: Path, adapter: Path, tmp_
     said = r"belongs to another base model: its .*lora_A.* is \(4, 128\), here \(4, 64\); set spec"
     with pytest.raises(ConfigError, match=rf"^spec\.method\.lora\.startFrom .*{said}"):
         trained(settings(folder, method__lora=chosen))
+
+
+def with_config(adapter: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Copy an adapter with another configuration; return the settings to start from it."""
+    other = shutil.copytree(adapter, folder / "other")
+    path = other / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return {"r": 4, "target_modules": ("q_proj", "v_proj"), "start_from": str(other)}
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "corda", "loftq"])
+def test_an_adapter_that_changes_its_base_is_refused_in_a_new_run(
+    folder: Path, adapter: Path, tmp_path: Path, start: str
+) -> None:
+    chosen = with_config(adapter, tmp_path, init_lora_weights=start)
+    config = settings(folder, method__lora=chosen)
+    said = rf"startFrom .* was initialised by {start}, which changes the weights of the base model"
+    with pytest.raises(ConfigError, match=said):
+        trained(config)
+    warnings: list[str] = []
+    choose_trained(load_model(config, CPU), config, Refusals(is_new=False, warn=warnings.append))
+    [warning] = warnings
+    assert start in warning
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
+def test_other_initialisations_keep_the_base(
+    folder: Path, adapter: Path, tmp_path: Path, start: bool | str
+) -> None:
+    trained(settings(folder, method__lora=with_config(adapter, tmp_path, init_lora_weights=start)))
+
+
+def test_an_adapter_that_names_another_base_gives_a_warning(
+    folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    chosen = with_config(adapter, tmp_path, base_model_name_or_path="example/other-1b")
+    config = settings(folder, method__lora=chosen)
+    warnings: list[str] = []
+    choose_trained(load_model(config, CPU), config, Refusals(is_new=True, warn=warnings.append))
+    [warning] = warnings
+    assert "was trained on example/other-1b, and this job trains" in warning
+
+
+def test_the_same_base_in_another_folder_gives_no_warning(
+    folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    named = "someone/model"
+    config = settings(
+        folder, method__lora=with_config(adapter, tmp_path, base_model_name_or_path=named)
+    )
+    choose_trained(load_model(config, CPU), config, Refusals(is_new=True, warn=pytest.fail))
 
 
 def test_a_damaged_adapter_is_refused(folder: Path, adapter: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.peak import Peak, step_peak
 from finetune_trainer.memory.shape import ModelShape, read_shape
+from finetune_trainer.refusals import SILENT
 
 _GIB = 2**30
 ShapeOf = Callable[[TrainConfig], ModelShape]
@@ -57,8 +58,9 @@ def read_shape_of(config: TrainConfig) -> ModelShape:
 
     # Quantised layers need a device; the formula has their size.
     plain = config.method.model_copy(update={"quantization": "none"})
-    model = load_model(config.model_copy(update={"method": plain}), torch.device("meta"))
-    adapted = choose_trained(model, config)
+    as_plain = config.model_copy(update={"method": plain})
+    model = load_model(as_plain, torch.device("meta"), SILENT)
+    adapted = choose_trained(model, config, SILENT)
     layers = decoder_layers(base_of(adapted))
     return read_shape(adapted, layers, bits=_BITS[config.method.quantization])
 

@@ -4,14 +4,16 @@ Called by `rank` with the loaded base. The only file that imports peft for train
 """
 
 import fnmatch
+import json
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_trainer.config import LoraSettings, TrainConfig
+from finetune_trainer.config import LoraSettings, ModelConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.load import explained, new_token_ids
+from finetune_trainer.model.load import base_name, explained, new_token_ids
+from finetune_trainer.refusals import STRICT, Refusals
 
 if TYPE_CHECKING:
     import torch
@@ -32,18 +34,29 @@ _SHARED = {
 }
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+# Initialisations of peft after which the base has its own weights; others move a part of the base
+# into the adapter (pissa, olora, corda, loftq, lora_ga).
+_STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
+
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields of a model's configuration that hold the number of experts of a layer."""
 
 
-def choose_trained(model: "PreTrainedModel", config: TrainConfig) -> "PreTrainedModel | PeftModel":
+def choose_trained(
+    model: "PreTrainedModel", config: TrainConfig, refusals: Refusals = STRICT
+) -> "PreTrainedModel | PeftModel":
     """Return the model in which exactly the parameters that `config` trains require gradients.
 
     Raises:
-        ConfigError: adapters do not fit the model, or `freeze` matches no or every parameter.
+        ConfigError: adapters do not fit the model, the adapter to start from has other settings
+            or another base, or `freeze` matches no or every parameter.
     """
     if config.method.lora is not None:
-        return attach_lora(model, config.method.lora, new_token_ids(config.model))
+        adapted = attach_lora(model, config.method.lora, new_token_ids(config.model))
+        if config.method.lora.start_from is not None:
+            _start_from(adapted, Path(config.method.lora.start_from), config.model, refusals)
+        return adapted
     _freeze(model, config.method.freeze)
     if config.model.add_tokens and not model.get_input_embeddings().weight.requires_grad:
         raise ConfigError(
@@ -65,8 +78,7 @@ def attach_lora(
     The rows of `new_tokens` in embedding and head are trained, too.
 
     Raises:
-        ConfigError: a name in `target_modules` matches no layer, the layer cannot be adapted, or
-            the adapter to start from has other settings.
+        ConfigError: a name in `target_modules` matches no layer, or the layer cannot be adapted.
     """
     from peft import LoraConfig
     from torch import nn
@@ -95,12 +107,9 @@ def attach_lora(
     if not settings.target_modules:
         _exclude_routers(model, lora)
     try:
-        adapted = adapt(model, lora)
+        return adapt(model, lora)
     except ValueError as error:
         raise ConfigError(f"spec.method.lora.targetModules cannot be adapted: {error}") from error
-    if settings.start_from is not None:
-        _start_from(adapted, Path(settings.start_from))
-    return adapted
 
 
 def routers(model: "PreTrainedModel") -> list[str]:
@@ -192,27 +201,24 @@ def _token_rows(model: "PreTrainedModel", tokens: list[int]) -> dict[str, list[i
     return {name: tokens for name, module in model.named_modules() if module in layers}
 
 
-def _start_from(model: "PeftModel", folder: Path) -> None:
+def _start_from(model: "PeftModel", folder: Path, base: ModelConfig, refusals: Refusals) -> None:
     """Load the weights of an adapter that another run exported.
 
     Raises:
-        ConfigError: the folder holds no adapter, or one with other settings.
+        ConfigError: the folder holds no adapter, or one with other settings or another base.
     """
-    from peft import (
-        PeftConfig,
-        get_peft_model_state_dict,
-        load_peft_weights,
-        set_peft_model_state_dict,
-    )
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     field = f"spec.method.lora.startFrom {folder}"
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{field} holds no adapter_config.json; name the folder of an adapter")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{field} holds no {ADAPTER_CONFIG}; name the folder of an adapter")
     with explained(f"{field}: the adapter"):
-        theirs, ours = PeftConfig.from_pretrained(str(folder)), model.peft_config["default"]
+        theirs: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
+        ours = model.peft_config["default"]
+        _check_base(theirs, field, base, refusals)
         found = load_peft_weights(str(folder), device="cpu")
     for key, name in _SHARED.items():
-        their, our = getattr(theirs, key, None), getattr(ours, key)
+        their, our = theirs.get(key), getattr(ours, key)
         if (their or None) != (our or None):
             raise ConfigError(
                 f"{field} has {key} {their}, this job {our}; set {name} to the value of the adapter"
@@ -232,6 +238,25 @@ def _start_from(model: "PeftModel", folder: Path) -> None:
     if model.device.type == "meta":
         return  # rank 0 broadcasts its weights
     set_peft_model_state_dict(model, found)
+
+
+def _check_base(adapter: dict[str, Any], field: str, base: ModelConfig, refusals: Refusals) -> None:
+    """Check that an adapter belongs to the weights of the base model."""
+    start = adapter.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in _STARTS_THAT_KEEP_THE_BASE:
+        refusals.refuse(
+            ConfigError(
+                f"{field} was initialised by {start}, which changes the weights of the base model; "
+                "convert it with peft (save_pretrained with path_initial_model_for_weight_"
+                "conversion), or merge it and set spec.model.source to the merged model"
+            )
+        )
+    theirs, ours = adapter.get("base_model_name_or_path"), base_name(base) or base.path
+    if theirs and Path(theirs).name not in (Path(ours).name, Path(base.path).name):
+        refusals.warn(
+            f"{field} was trained on {theirs}, and this job trains {ours}; if that is another "
+            "model, set spec.model.source to the base of the adapter"
+        )
 
 
 def _adapted(names: Iterable[str]) -> str:
