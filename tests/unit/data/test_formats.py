@@ -10,6 +10,7 @@ from finetune_trainer.config import ColumnMap, DataConfig, DataFormat, DatasetSo
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.rules import Rules
+from finetune_trainer.data.run_data import prepare_run
 from finetune_trainer.data.sequences import prepare
 from finetune_trainer.data.source import Row
 from finetune_trainer.errors import DataError
@@ -308,3 +309,18 @@ def test_what_is_read_or_empty_is_not_warned_of(tmp_path: Path) -> None:
         replied() | {"prompt": "Hi", "prompt_id": "7", "category": "chat", "chosen": []},
     ]
     assert warnings(tmp_path, rows, template) == []
+
+
+def test_a_run_with_a_checkpoint_learns_what_it_learned_before(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [*EARLIER, QUESTION, REPLY | {"loss": False}]}))
+    data = DataConfig(train=DatasetSource(path=str(path)), cache_dir=str(tmp_path / "cache"))
+    tokenizer = tiny_tokenizer(tmp_path)
+    before = prepare(data, data.sources, tokenizer, rules=Rules.RELEASE_0_1_0)
+    sentences: list[str] = []
+    found = prepare_run(data, lambda rules: tokenizer, before.fingerprint, sentences.append)
+    assert found.train.fingerprint == before.fingerprint
+    assert "some rows give other tokens now; this run has a checkpoint" in sentences[0]
+    new = prepare_run(data, lambda rules: tokenizer, None, sentences.append)
+    assert sum(new.train.label_counts) < sum(before.label_counts)
+    assert len(sentences) == 1

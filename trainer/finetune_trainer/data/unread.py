@@ -43,11 +43,15 @@ def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str
     Raises:
         DataError: see `formats.read_example`.
     """
-    names: set[str] = set()
-    if not COLUMNS.isdisjoint(row.values):
-        columns = unread_columns(row, config.format, config.columns)
-        names = {name for name in columns if name in COLUMNS and _is_filled(row.values[name])}
-    if config.format is DataFormat.CHAT:
+    names = {name for name in COLUMNS.intersection(row.values) if _is_filled(row.values[name])}
+    is_chat = config.format is DataFormat.CHAT
+    # Most rows have one such column, the turns, so that they need not be read again.
+    is_usual = is_chat and config.columns.messages is None and len(names) == 1
+    if names and not (is_usual and names <= {"messages", "conversations"}):
+        names &= {*unread_columns(row, config.format, config.columns)}
+    else:
+        names = set()
+    if is_chat:
         for turn in _turns(row, config):
             for key in KEYS.intersection(turn):
                 if _is_filled(turn[key]) and key not in _read_by(template or ""):
