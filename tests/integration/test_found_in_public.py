@@ -4,6 +4,7 @@ A test bears the tracker and the number of its report. Relatives of each kind ar
 beside the code.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from finetune_trainer.data.source import Row, open_rows
 from finetune_trainer.errors import DataError
 from finetune_trainer.model.load import load_tokenizer
 from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
+from support.launch.forked_ranks import attempt
+from support.launch.launches import train_config
+from support.launch.tiny_run import write_inputs
 
 # Rows and templates.
 
@@ -131,3 +135,25 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Exports.
+
+
+def test_llamafactory_7454_the_learned_stop_is_exported(tmp_path: Path) -> None:
+    model = write_inputs(tmp_path) / "model"
+    for name in ("config", "generation_config"):
+        end_with(model / f"{name}.json", 0)
+    end_with(model / "tokenizer_config.json", "<|endoftext|>")
+    config = train_config(tmp_path, world={"nproc_per_node": 1}, training={"max_steps": 1})
+    assert attempt(config) == [0]
+
+    output = Path(config.output.dir)
+    stop = load_tokenizer(config.model).convert_tokens_to_ids("<|im_end|>")
+    generation = json.loads((output / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [0, stop]
+    tokenizer = load_tokenizer(config.model.model_copy(update={"path": str(output)}))
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", stop)
+
+
+def end_with(path: Path, token: int | str) -> None:
+    """Set the end token of a base model in a file."""
+    key = "eos_token" if isinstance(token, str) else "eos_token_id"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: token}))

@@ -4,7 +4,7 @@ Called by `rank` before and after training. Only rank 0 generates; the other ran
 collective. Decoding is greedy, so the same weights give the same text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from finetune_trainer.config import Phase
 from finetune_trainer.control import unless_stopped
+from finetune_trainer.export.end_tokens import own_end_ids, with_stops
 from finetune_trainer.failpoints import failpoint
 from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
@@ -37,6 +38,7 @@ def answer_prompts(
         return
     run.telemetry.phase(Phase.ANSWERING)
     failpoint("answering", run.plan.total_steps if when == "after" else 0)
+    stops = run.dataset.ordered_stops
     model = run.strategy.whole_model()  # a collective, so not interruptible
 
     def work() -> None:
@@ -45,7 +47,7 @@ def answer_prompts(
         device = run.world.device
         move(model, place_to_answer(model, device, partial(free_memory, device)))
         for prompt in prompts:
-            run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt)})
+            run.telemetry.answered(prompt, **{when: answer(model, tokenizer, prompt, stops)})
 
     unless_stopped(run.agreement, run.stop, work)
 
@@ -65,9 +67,12 @@ def place_to_answer(
     return device if size <= free_bytes() * _SHARE_OF_FREE_MEMORY else home
 
 
-def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) -> str:
+def answer(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str, stops: Sequence[int] = ()
+) -> str:
     """Return the model's response to a user turn, or its continuation without a chat template.
 
+    It ends at an end token of the base, or at one of `stops`, which ended the learned turns.
     The mode and the state of the model are unchanged afterwards.
     """
     inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
@@ -82,6 +87,7 @@ def answer(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", prompt: str) 
             top_p=None,
             top_k=None,
             pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=with_stops(own_end_ids(model), stops),
         )
     generated = output[0, inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(generated, skip_special_tokens=True)).strip()

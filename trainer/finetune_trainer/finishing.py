@@ -65,6 +65,7 @@ def export_model(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, .
             fence=run.fence,
             progress=telemetry.progress,
             warn=telemetry.warn,
+            stops=run.dataset.ordered_stops,
         )
         telemetry.artifacts(artifacts)
         return artifacts

@@ -107,10 +107,9 @@ def run(
     load = partial(_load, config, world, telemetry, dataset, refusals)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
-        try_export(module.model, tokenizer, config)
+        try_export(module.model, tokenizer, config, dataset.ordered_stops)
     world.liveness_barrier()  # collectives of the strategy could time out
     _report_model(config, world, telemetry, dataset, held_out, module)
-    telemetry.device(find_gpu(world.device))
     of_rows = _flops_of_rows(module, dataset)
     with loading_model():
         strategy.prepare(module, warn_from_rank0)
@@ -283,7 +282,8 @@ def _report_model(
     held_out: TokenDataset | None,
     module: CausalLoss,
 ) -> None:
-    """Warn if the loss needs more memory than usual, and if rows exceed the model's range."""
+    """Report the GPU; warn about memory for the loss, and if rows exceed the model's range."""
+    telemetry.device(find_gpu(world.device))
     warn = _warn_from_rank0(telemetry, world)
     if config.training.fused_head and not module.is_fused:
         warn(

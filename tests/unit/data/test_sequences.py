@@ -15,7 +15,7 @@ from finetune_trainer.config import DataConfig, DatasetSource, LongRows
 from finetune_trainer.data.encoding import Encoded
 from finetune_trainer.data.sequences import TokenDataset, fit, prepare
 from finetune_trainer.errors import DataError, OutputNotWritableError
-from support.data.text_fixtures import tiny_tokenizer
+from support.data.text_fixtures import family_tokenizer, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +341,13 @@ def test_the_tokens_that_end_learned_turns_are_counted(tmp_path: Path, tokenizer
     also = (DatasetSource(path=str(second)),)
     dataset = prepared(config(first, also=also), tokenizer)
     assert dict(dataset.stops) == {tokenizer.eos_token_id: len(DIALOGUES) + 4}
+
+
+def test_a_token_that_only_ends_earlier_turns_is_not_a_stop(tmp_path: Path) -> None:
+    """gpt-oss would stop after its reasoning."""
+    harmony = family_tokenizer("harmony", "bytes")
+    user = {"role": "user", "content": "Two and two?"}
+    reply = {"role": "assistant", "content": "Four."}
+    row = {"messages": [user, reply, user, reply | {"thinking": "Easy."}]}
+    dataset = prepared(config(write_rows(tmp_path / "rows.jsonl", row)), harmony)
+    assert harmony.convert_ids_to_tokens(list(dataset.ordered_stops)) == ["<|return|>"]

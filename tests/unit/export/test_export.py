@@ -394,6 +394,8 @@ def test_a_tokenizer_that_cannot_be_saved_is_found_before_training(
     base: Path, tmp_path: Path
 ) -> None:
     config = export_config(base, tmp_path / "output")
+    model = config.model.model_copy(update={"chat_template": CHATML_TEMPLATE})
+    config = config.model_copy(update={"model": model})
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = {"default": 1}  # no text
     with pytest.raises(ConfigError, match=r"could not be exported .*the tokenizer: "):

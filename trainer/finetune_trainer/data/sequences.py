@@ -72,6 +72,11 @@ class TokenDataset:
         """Return N, the number of sequences."""
         return len(self.lengths)
 
+    @property
+    def ordered_stops(self) -> tuple[int, ...]:
+        """The special tokens that end learned turns, the most frequent one first."""
+        return tuple(token for token, _ in self.stops.most_common())
+
     def row(self, index: int) -> Sequence:
         """Return a sequence; its arrays are read-only views of the file."""
         end = int(self._ends[index])

@@ -1,18 +1,28 @@
-"""Write the files beside exported weights: tokenizer, template and model card.
+"""Write the files beside exported weights: tokenizer, template, settings and model card.
 
 `output` writes them after training. `tryout` writes them before, so that errors show early.
 """
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from finetune_trainer.config import Progress, TrainConfig
-from finetune_trainer.export.model_card import CardFacts, Kind, model_card
+from finetune_trainer.export.end_tokens import EndTokens
+from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
+from finetune_trainer.export.settings import complete_config, set_end_tokens
+from finetune_trainer.export.tokenizer import write_tokenizer
+from finetune_trainer.model.identity import model_folder
 from finetune_trainer.model.load import base_name
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
+
+
+NO_PROGRESS = Progress()
 
 
 @dataclass(frozen=True)
@@ -24,24 +34,75 @@ class CompanionFiles:
         config: Configuration of the run.
         progress: Results for the card.
         data_hash: Content hash of each training set; None if unknown.
+        ends: End tokens of the exported model.
+        base: Folder of the base model; None if it is gone.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     config: TrainConfig
     progress: Progress
     data_hash: str | None
+    ends: EndTokens
+    base: Path | None
+
+    @classmethod
+    def of(
+        cls,
+        model: "nn.Module",
+        tokenizer: "PreTrainedTokenizerBase",
+        config: TrainConfig,
+        *,
+        stops: Sequence[int],
+        warn: Callable[[str], None],
+        progress: Progress = NO_PROGRESS,
+        data_hash: str | None = None,
+    ) -> Self:
+        """Find the end tokens, and the name and the files of the base.
+
+        Args:
+            model: Trained model.
+            tokenizer: See the class, like all other arguments without a description here.
+            config: See the class.
+            stops: Special tokens that ended the learned turns, the most frequent one first.
+            warn: Receives a sentence if the name or the files of the base are not known.
+            progress: See the class.
+            data_hash: See the class.
+        """
+        if base_name(config.model) is None:
+            warn(
+                f"the public name of the base model is unknown, so the export names "
+                f"{config.model.path}, which another machine cannot load; set spec.model.baseName"
+            )
+        base: Path | None = model_folder(config.model)
+        if base is not None and not (base / "config.json").is_file():
+            warn(
+                f"spec.model.source {base} is gone, so tokenizer and config.json are exported as "
+                "transformers saves them, which earlier versions may not read"
+            )
+            base = None
+        ends = EndTokens.of(model, tokenizer, stops)
+        return cls(tokenizer, config, progress, data_hash, ends, base)
+
+    def notes(self, kind: Kind) -> list[str]:
+        """Return notes for users of this kind of export, one sentence each."""
+        return [*notes(self.config, kind), *self.ends.notes(kind)]
 
     def write(self, kind: Kind, folder: Path) -> None:
-        """Write the files into `folder`.
+        """Write the files into `folder`, which already contains the weights.
 
         Raises:
             OSError: the disk is full or fails.
         """
         try:
-            self.tokenizer.save_pretrained(folder)
+            write_tokenizer(self.tokenizer, self.config.model, self.base, self.ends, folder)
         except Exception as error:  # the tokenizer raises a bare Exception for a full disk
             raise OSError(f"the tokenizer: {error}") from error
+        if kind == "model":
+            if self.base is not None:
+                base_config = json.loads((self.base / "config.json").read_text())
+                complete_config(folder / "config.json", base_config)
+            set_end_tokens(folder / "generation_config.json", self.ends.ids)
         public = base_name(self.config.model)
         base = public or self.config.model.path
-        facts = CardFacts(kind, base, public is not None, self.data_hash)
+        facts = CardFacts(kind, base, public is not None, self.data_hash, self.notes(kind))
         (folder / "README.md").write_text(model_card(self.config, self.progress, facts))

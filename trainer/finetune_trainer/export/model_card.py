@@ -29,12 +29,14 @@ class CardFacts:
         base: Name or path of the base model; the exported adapter contains the same one.
         base_is_public: Whether another machine can resolve `base`.
         data_hash: Content hash of each training set; None if the sets could not be read again.
+        notes: Notes for users of this kind of export, one sentence each.
     """
 
     kind: Kind
     base: str
     base_is_public: bool
     data_hash: str | None
+    notes: Sequence[str]
 
 
 def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str:
@@ -44,7 +46,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
         f"---\n{yaml.safe_dump(_front_matter(config, facts), sort_keys=False)}---",
         f"# {config.job.name}",
         f"{what} `{facts.base}`, trained for {progress.step} steps by finetune-operator.",
-        *(f"Note: {note}." for note in notes(config, facts.kind)),
+        *(f"Note: {note}." for note in facts.notes),
         "## Load it",
         f"```python\n{_snippet(facts)}\n```",
         "## Results",
@@ -60,7 +62,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
 
 
 def notes(config: TrainConfig, kind: Kind) -> list[str]:
-    """Return notes for users of this kind of export, one sentence each."""
+    """Return the notes that follow from the configuration."""
     method, found = config.method, []
     if method.quantization != "none" and kind == "model":
         found.append(

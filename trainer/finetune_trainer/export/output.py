@@ -7,7 +7,7 @@ before they become the output.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ExportError, OutputNotWritableError, TrainerError
 from finetune_trainer.export.beside import CompanionFiles
-from finetune_trainer.export.model_card import Kind, notes
+from finetune_trainer.export.model_card import Kind
 from finetune_trainer.export.publish import (
     files_of_export,
     open_staging,
@@ -39,8 +39,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 _BESIDE = (
     "README.md",
     "added_tokens.json",
+    "additional_chat_templates/*.jinja",
     "chat_template*",
-    "merges.txt",
+    "merges*",
     "special_tokens_map.json",
     "tokenizer*",
     "vocab*",
@@ -78,14 +79,15 @@ def export(
     fence: Fence,
     progress: Progress,
     warn: Callable[[str], None],
+    stops: Sequence[int] = (),
     max_shard_bytes: int = 4 * 2**30,
 ) -> tuple[str, ...]:
     """Write the formats of `output.format` to `output.dir` and return their folders.
 
-    A single format is written directly to `output.dir`; two are written to `adapter/` and `merged/`
-    below it. The adapter is written before the merge starts. If only the merged model was requested
-    and the merge fails, the adapter is written to `adapter/`. An adapter retains the dtype of the
-    training. `model` is not changed; merging and another dtype take a second copy of it.
+    A single format is written directly to `output.dir`; of two, `adapter/` is written before
+    `merged/`. If only the merged model was requested and the merge fails, the adapter is written to
+    `adapter/`. An adapter retains the dtype of the training. `model` is not changed; merging and
+    another dtype take a second copy of it.
 
     Args:
         model: Trained model.
@@ -94,10 +96,11 @@ def export(
         fence: Holds the output folder.
         progress: Results for the model card.
         warn: Receives a sentence for each anomaly that is not a failure.
+        stops: Special tokens that ended the learned turns, the most frequent one first.
         max_shard_bytes: Size above which a whole model is written as several files.
 
     Raises:
-        ExportError: the adapter is empty, or the merged model has different logits.
+        ExportError: the adapter is empty, or the merged model has other logits.
         TrainerError: the output cannot be written.
         OutputNotWritableError: a foreign file would be replaced.
         OvertakenError: a later attempt owns the output folder.
@@ -105,12 +108,15 @@ def export(
     from safetensors import SafetensorError
 
     output = Path(config.output.dir).absolute()
-    if base_name(config.model) is None:
-        warn(
-            f"the public name of the base model is unknown, so the export names "
-            f"{config.model.path}, which another machine cannot load; set spec.model.baseName"
-        )
-    companions = CompanionFiles(tokenizer, config, progress, _data_hash(config, warn))
+    companions = CompanionFiles.of(
+        model,
+        tokenizer,
+        config,
+        stops=stops,
+        warn=warn,
+        progress=progress,
+        data_hash=_data_hash(config, warn),
+    )
     write = _Write(model, companions, fence, warn, max_shard_bytes)
     parts = layout(config)
     try:
@@ -168,7 +174,7 @@ class _Write:
             else:
                 _write_model(self.model, folder, self.max_shard_bytes, config, self.warn)
             self.companions.write(kind, folder)
-            for note in notes(config, kind):
+            for note in self.companions.notes(kind):
                 self.warn(note)
             step = self.companions.progress.step
             publish(staged, output, step, self.fence, earlier_files=earlier_files, is_last=is_last)

@@ -7,6 +7,7 @@ not depend on the weights, so an error here would also occur after the training.
 
 import copy
 import warnings
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from finetune_trainer.config import Progress, TrainConfig
+from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.export.beside import CompanionFiles
@@ -30,17 +31,19 @@ if TYPE_CHECKING:
 
 
 def try_export(
-    model: "nn.Module", tokenizer: "PreTrainedTokenizerBase", config: TrainConfig
+    model: "nn.Module",
+    tokenizer: "PreTrainedTokenizerBase",
+    config: TrainConfig,
+    stops: Sequence[int] = (),
 ) -> None:
     """Build the files of an export of `model`, without weights, in a temporary folder.
 
-    Neither the model nor the random numbers of the run change.
+    Neither the model nor the random numbers of the run change. See `export` for the arguments.
 
     Raises:
         ConfigError: the export cannot be built; the message states the format and the reason.
         TrainerError: there is no room for temporary files.
     """
-    companions = CompanionFiles(tokenizer, config, Progress(), None)
     for kind, _ in layout(config):
         try:
             with (
@@ -50,6 +53,9 @@ def try_export(
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")  # the real export will show them
+                companions = CompanionFiles.of(
+                    model, tokenizer, config, stops=stops, warn=warnings.warn
+                )
                 if kind == "adapter":
                     _try_adapter(cast("PeftModel", model), Path(folder), config)
                 else:

@@ -116,13 +116,17 @@ def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
 
 def weight_files(config: ModelConfig) -> list[Path]:
     """Return the weight files of a model that has been loaded, also from the hub's cache."""
+    return _weight_files(model_folder(config))
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """Return the folder of a model that has been loaded, also in the hub's cache."""
     from transformers.utils.hub import cached_file
 
     folder = Path(config.path)
-    if not folder.is_dir():
-        revision = config.revision or "main"
-        folder = Path(cached_file(config.path, "config.json", revision=revision) or "").parent
-    return _weight_files(folder)
+    if folder.is_dir():
+        return folder
+    return Path(cached_file(config.path, "config.json", revision=config.revision or "main")).parent
 
 
 def _weight_files(folder: Path) -> list[Path]:
