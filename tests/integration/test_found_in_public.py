@@ -19,6 +19,7 @@ from finetune_trainer.errors import DataError
 from finetune_trainer.model.load import load_tokenizer
 from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
 from support.launch.forked_ranks import attempt
+from support.launch.forked_ranks import Ranks
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 
@@ -132,6 +133,29 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Models.
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param({"pad_token": "[PAD]", "eos_token": "<|im_end|>"}, id="beyond the vocabulary"),
+        pytest.param({}, id="no pad and no eos"),
+    ],
+)
+def test_llama_cookbook_189_any_id_pads(names: dict[str, str], tmp_path: Path) -> None:
+    model = write_inputs(tmp_path) / "model"
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    kept = {key: value for key, value in settings.items() if not key.endswith("_token")}
+    path.write_text(json.dumps(kept | names))
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        training={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+        data={"packing": False, "max_seq_len": 64},
+    )
+    ranks = Ranks(config)
+    assert ranks.codes() == [0], ranks.termination().message
 
 
 # Exports.

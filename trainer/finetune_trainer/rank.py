@@ -53,7 +53,7 @@ from finetune_trainer.model.load import is_loaded_once, load_device, load_model,
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
-from finetune_trainer.model.vocabulary import refuse_unknown_tokens
+from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.profiling import record_memory_history
 from finetune_trainer.refusals import Refusals
@@ -114,7 +114,8 @@ def run(
     with loading_model():
         strategy.prepare(module, warn_from_rank0)
     telemetry.collectives.begin()
-    first_batch = partial(_first_batch, dataset, plan, config, tokenizer.pad_token_id)
+    pad_id = padding_id(config.model, tokenizer)
+    first_batch = partial(_first_batch, dataset, plan, config, pad_id)
     _check_float8(config, module, strategy, world, first_batch)
     measured = partial(check_isolation, device=world.device, any_rank=agreement.any)
     resolved = measured(config, module, strategy.evaluate, warn=warn_from_rank0)
@@ -150,7 +151,7 @@ def run(
         else partial(held_out_loss, strategy, held_out, world, is_stopping, round_to=round_to),
         notes=partial(notes_of, telemetry, patience),
         pad_to=config.data.max_seq_len if pads else None,
-        pad_id=tokenizer.pad_token_id,
+        pad_id=pad_id,
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)

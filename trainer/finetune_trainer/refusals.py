@@ -34,7 +34,7 @@ class Refusals:
 
 
 SILENT = Refusals(is_new=False, warn=lambda _: None)
-"""Refuses and warns nothing; for a first look at a model that is checked when it is loaded."""
+"""Neither refuses nor warns; for a first look at a model that is checked when it is loaded."""
 
 STRICT = Refusals(is_new=True, warn=warnings.warn)
 """Refuses every run; for callers without checkpoints."""

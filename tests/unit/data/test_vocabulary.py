@@ -10,7 +10,7 @@ from finetune_trainer.config import DataConfig, DatasetSource, ModelConfig
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.load import load_tokenizer
-from finetune_trainer.model.vocabulary import refuse_unknown_tokens
+from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from support.data.text_fixtures import tiny_tokenizer
 
 NEW = "<|tool|>"
@@ -67,3 +67,15 @@ def test_tokens_that_no_row_has_and_those_of_add_tokens_are_not_refused(tmp_path
     train = prepared(tmp_path, tokenizer, [PLAIN, WITH_NEW])
     assert train.find({len(tokenizer) - 1}) == (1, len(tokenizer) - 1), "it is in the data"
     refuse_unknown_tokens(config, tokenizer, train, train)
+
+
+def test_padding_uses_the_tokenizers_id_if_the_model_has_a_row_for_it(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(save_model(tmp_path, has_token=True)))
+    tokenizer = load_tokenizer(config)
+    assert padding_id(config, tokenizer) == tokenizer.pad_token_id
+    tokenizer.pad_token = NEW
+    assert padding_id(config, tokenizer) == 0
+    added = config.model_copy(update={"add_tokens": ("<|new|>",)})
+    tokenizer = load_tokenizer(added)
+    tokenizer.pad_token = "<|new|>"
+    assert padding_id(added, tokenizer) == tokenizer.pad_token_id > 0

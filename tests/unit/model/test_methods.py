@@ -285,8 +285,10 @@ def test_an_adapter_that_changes_its_base_is_refused_in_a_new_run(
 ) -> None:
     chosen = with_config(adapter, tmp_path, init_lora_weights=start)
     config = settings(folder, method__lora=chosen)
-    said = rf"startFrom .* was initialised by {start}, which changes the weights of the base model"
-    with pytest.raises(ConfigError, match=said):
+    sentence = (
+        rf"startFrom .* was initialised by {start}, which changes the weights of the base model"
+    )
+    with pytest.raises(ConfigError, match=sentence):
         trained(config)
     warnings: list[str] = []
     choose_trained(load_model(config, CPU), config, Refusals(is_new=False, warn=warnings.append))

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def padding_id(config: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the token id of padding: the tokenizer's own, or 0 if the model has no row for it.
+
+    No position attends to padding and no label is padding, so the id changes no loss.
+    """
+    own, size = tokenizer.pad_token_id, _vocab_size(config)
+    known = own is not None and (size is None or own < size or own in new_token_ids(config))
+    return int(own) if known else 0
+
+
 def refuse_unknown_tokens(
     config: ModelConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -29,8 +39,8 @@ def refuse_unknown_tokens(
     Raises:
         ConfigError: a row has such a token.
     """
-    size = getattr(load_settings(config).get_text_config(), "vocab_size", None)
-    if not isinstance(size, int):
+    size = _vocab_size(config)
+    if size is None:
         return
     added = new_token_ids(config)
     beyond = {number for number in tokenizer.get_vocab().values() if number >= size} - {*added}
@@ -48,3 +58,8 @@ def refuse_unknown_tokens(
                 "tokens in spec.model.addTokens, or save the model with embeddings for them "
                 "(resize_token_embeddings)"
             )
+
+
+def _vocab_size(config: ModelConfig) -> int | None:
+    size = getattr(load_settings(config).get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
