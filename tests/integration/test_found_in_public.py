@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 
 from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row, open_rows
-from finetune_trainer.errors import DataError
-from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.errors import ConfigError, DataError
+from finetune_trainer.model.adapters import choose_trained
+from finetune_trainer.model.load import load_model, load_tokenizer
+from finetune_trainer.refusals import Refusals
 from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
-from support.launch.forked_ranks import attempt
-from support.launch.forked_ranks import Ranks
+from support.launch.forked_ranks import Ranks, attempt
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 
@@ -133,6 +136,38 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Models.
+
+
+def test_peft_2184_an_adapter_that_changed_its_base_is_refused(tmp_path: Path) -> None:
+    model = write_inputs(tmp_path) / "model"
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    config = train_config(tmp_path, method={"type": "lora", "lora": lora})
+    choose_trained(load_model(config, torch.device("cpu")), config).save_pretrained(model / "a")
+    path = model / "a" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": "pissa"}))
+    method = {"type": "lora", "lora": lora | {"start_from": str(model / "a")}}
+    config = train_config(tmp_path, method=method)
+    with pytest.raises(ConfigError, match="was initialised by pissa, which changes the weights"):
+        choose_trained(load_model(config, torch.device("cpu")), config)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Llama"])
+def test_bitsandbytes_1849_experts_that_stay_wide_are_named(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    settings = getattr(transformers, f"{family}Config")(vocab_size=64, **sizes, **heads)
+    model = getattr(transformers, f"{family}ForCausalLM")(settings)
+    model.save_pretrained(tmp_path / "model")
+    config = train_config(tmp_path, method={"type": "qlora", "quantization": "nf4", "lora": {}})
+    warnings: list[str] = []
+    load_model(config, torch.device("cpu"), Refusals(is_new=True, warn=warnings.append))
+    stacked = [p for name, p in model.named_parameters() if "experts" in name]
+    if family == "Llama":
+        assert warnings == []
+        return
+    size = sum(p.numel() for p in stacked) * 4 / 2**30
+    assert f"quantization nf4: {size:.3g} GiB" in warnings[0]
+    assert "layers.0.mlp.experts.gate_up_proj and 3 more" in warnings[0]
 
 
 @pytest.mark.parametrize(

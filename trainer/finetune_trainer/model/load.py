@@ -21,6 +21,7 @@ from finetune_trainer.model.folder_advice import about_tokenizer, about_weights
 from finetune_trainer.model.quantize import (
     insert_unquantized_4bit_layers,
     quantization_config,
+    unquantized_warning,
     use_pure_products,
 )
 from finetune_trainer.model.tokenizer_file import use_own_file
@@ -165,6 +166,8 @@ def load_model(
         if quantization is not None and (device.type == "meta" or not quantises):
             insert_unquantized_4bit_layers(model, quantization)
     use_pure_products(model)
+    if quantization is not None and (sentence := unquantized_warning(model)):
+        refusals.warn(f"spec.method.quantization {config.method.quantization}: {sentence}")
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))
     model.train()

@@ -70,6 +70,32 @@ def quantization_config(config: TrainConfig, dtype: "torch.dtype") -> Any:
     )
 
 
+def unquantized_warning(model: "PreTrainedModel") -> str | None:
+    """Return a warning if matrices beside embeddings and head are not quantised.
+
+    bitsandbytes quantises linear layers only. Many families stack the weights of their experts in
+    parameters of their own, which are most of the model.
+    """
+    from torch import nn
+
+    plain = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    wide = {
+        f"{name}.{leaf}": parameter.numel() * parameter.element_size()
+        for name, module in model.named_modules()
+        if not isinstance(module, plain)
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 2
+    }
+    if not wide:
+        return None
+    first, *more = wide
+    dtype = str(model.get_parameter(first).dtype).removeprefix("torch.")
+    return (
+        f"{sum(wide.values()) / 2**30:.3g} GiB of the model stay {dtype}, because bitsandbytes does "
+        f"not quantise stacked experts ({first} and {len(more)} more); the memory check counts them"
+    )
+
+
 def use_pure_products(model: "nn.Module") -> None:
     """Replace the forward pass of 4-bit layers by the product alone, which changes no attribute.
 
