@@ -282,6 +282,7 @@ def test_unread_turns_masks_and_tools_are_one_warning_with_counts(tmp_path: Path
         pytest.param({"text": "a", "messages": [REPLY]}, {"format": "text"}, "messages", id="t"),
         pytest.param(replied() | {"weight": 0.5}, {}, "weight", id="half a weight"),
         pytest.param(replied(refusal="No."), {}, "refusal", id="refusal"),
+        pytest.param({"prompt": "a", "completion": "b", "label": False}, {}, "label", id="label"),
         pytest.param(replied() | {"images": ["a.png"]}, {}, "images", id="images"),
         pytest.param(replied() | {"functions": ["f"]}, {}, "functions", id="names of functions"),
         pytest.param(
@@ -307,6 +308,7 @@ def test_what_is_read_or_empty_is_not_warned_of(tmp_path: Path) -> None:
     rows = [
         replied(refusal="No.") | {"weight": 1, "system_prompt": "Hm", "tools": []},
         replied() | {"prompt": "Hi", "prompt_id": "7", "category": "chat", "chosen": []},
+        replied() | {"label": 3},
     ]
     assert warnings(tmp_path, rows, template) == []
 

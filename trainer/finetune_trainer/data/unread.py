@@ -16,6 +16,7 @@ from finetune_trainer.data.source import Row
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PREFERENCE = "label"  # as a truth value: false marks a completion to avoid (TRL)
 COLUMNS = frozenset(
     {
         *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "history"),
@@ -44,6 +45,8 @@ def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str
         DataError: see `formats.read_example`.
     """
     names = {name for name in COLUMNS.intersection(row.values) if _is_filled(row.values[name])}
+    if isinstance(row.values.get(PREFERENCE), bool):
+        names.add(PREFERENCE)
     is_chat = config.format is DataFormat.CHAT
     # Most rows have one such column, the turns, so that they need not be read again.
     is_usual = is_chat and config.columns.messages is None and len(names) == 1
