@@ -1,12 +1,14 @@
 """Write the reference of what is declared in the code: `metrics.md`, beside this file.
 
-`make crd` runs it after a change of the declarations; `python docs/reference/generate.py --check`
-only tells whether the page is out of date.
+`chat-templates.md` comes from the corpus of the tests. `make crd` runs it after a change of either;
+`python docs/reference/generate.py --check` only tells whether a page is out of date.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import chat_templates
 
 from finetune_operator.metrics.catalogue import (
     ALL,
@@ -18,7 +20,7 @@ from finetune_operator.metrics.catalogue import (
 from finetune_trainer.config.gpu_metrics import OF_GPU
 from finetune_trainer.config.metrics import OF_TRAINING_NODE, Label, Metric, Needs
 
-PAGE = Path(__file__).parent / "metrics.md"
+FOLDER = Path(__file__).parent
 _HEAD = """\
 # Metrics
 
@@ -53,20 +55,25 @@ open: what their service tells the operator anyway. The age counts from when ran
 
 
 def main() -> int:
-    """Write the page, or with `--check` say whether it differs; return the exit code."""
-    is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-    if "--check" in sys.argv[1:]:
-        if not is_current:
-            print(f"docs/reference/{PAGE.name} is out of date; run: make crd")
-        return 0 if is_current else 1
-    if not is_current:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(f"wrote docs/reference/{PAGE.name}")
-    return 0
+    """Write the pages, or with `--check` say whether one differs; return the exit code."""
+    pages = {"metrics.md": page(), "chat-templates.md": chat_templates.page()}
+    outdated = [
+        name
+        for name, text in pages.items()
+        if not (FOLDER / name).exists() or (FOLDER / name).read_text(encoding="utf-8") != text
+    ]
+    is_check = "--check" in sys.argv[1:]
+    for name in outdated:
+        if is_check:
+            print(f"docs/reference/{name} is out of date; run: make crd")
+        else:
+            (FOLDER / name).write_text(pages[name], encoding="utf-8")
+            print(f"wrote docs/reference/{name}")
+    return int(is_check and bool(outdated))
 
 
 def page() -> str:
-    """Return the reference as Markdown."""
+    """Return the reference of metrics as Markdown."""
     of_ranks = [one for one in OF_TRAINING_NODE if not one.is_of_rank_zero]
     of_rank_zero = [one for one in OF_TRAINING_NODE if one.is_of_rank_zero]
     return "\n".join(

@@ -1,12 +1,14 @@
-"""Chat templates of model families, written from their published form, with what goes with them.
+"""Chat templates of model families, cut down to the parts that decide about turns.
 
-Cut down to what decides about turns; each keeps its own white space, order and conditions.
+Hashes of their tokens are stored. Templates with tools and thoughts are in `chat_templates`.
 """
 
 # ruff: noqa: RUF001  # DeepSeek's tokens are written with a fullwidth bar
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from support.data.chat_templates import template
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,7 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-CHATML = """\
-{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + \
-'<|im_end|>' + '\n'}}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CHATML, LLAMA3, GEMMA, PHI3 = map(template, ("chatml", "llama-3", "gemma", "phi-3"))
 
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
@@ -45,15 +44,6 @@ LLAMA2 = """\
 {% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
 {% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}\
 {% endif %}{% endfor %}"""
-
-LLAMA3 = """\
-{% set loop_messages = messages %}{% for message in loop_messages %}\
-{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'\
-+ message['content'] | trim + '<|eot_id|>' %}\
-{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}\
-{{ content }}{% endfor %}\
-{% if add_generation_prompt %}\
-{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
 MISTRAL_V1 = """\
 {{ bos_token }}{% for message in messages %}\
@@ -92,18 +82,6 @@ MISTRAL_V3 = """\
     {%- endif %}
 {%- endfor %}
 """
-
-GEMMA = """\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
-{{ raise_exception('System role not supported') }}{% endif %}\
-{% for message in messages %}\
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}\
-{% endif %}\
-{% if (message['role'] == 'assistant') %}{% set role = 'model' %}\
-{% else %}{% set role = message['role'] %}{% endif %}\
-{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
 
 QWEN25 = """\
 {%- if messages[0]['role'] == 'system' %}
@@ -182,14 +160,6 @@ and not(message.content.startswith('<tool_response>')) %}
         {{- '<think>\n\n</think>\n\n' }}
     {%- endif %}
 {%- endif %}"""
-
-PHI3 = """\
-{% for message in messages %}\
-{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}\
-{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}\
-{% elif message['role'] == 'assistant' %}\
-{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
 
 ZEPHYR = """\
 {% for message in messages %}

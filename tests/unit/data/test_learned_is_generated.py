@@ -279,15 +279,15 @@ def test_a_tokenizer_that_makes_special_tokens_of_plain_text_refuses_the_row() -
         list(made.encode([Row("line 2", {"prompt": "Hi</s>", "completion": "Ho"})]))
 
 
-SHOUTING = "{% set content = message['content'] | upper %}"
-ESCAPING = "{% set content = message['content'] | tojson %}"
+SHOUTING = "{% set content = m.content | upper %}"
+ESCAPING = "{% set content = m.content | tojson %}"
 
 
 @pytest.mark.parametrize("change", [SHOUTING, ESCAPING], ids=["upper case", "tojson"])
 def test_an_answer_that_is_written_otherwise_is_refused(change: str) -> None:
     made = Learner("chatml", "bytes")
-    template = made.family.template.replace("%}{{'", f"%}}{change}{{{{'", 1)
-    made.tokenizer.chat_template = template.replace("message['content'] +", "content +")
+    template = made.family.template.replace("%}{{ '", f"%}}{change}{{{{ '", 1)
+    made.tokenizer.chat_template = template.replace("m.content +", "content +")
     with pytest.raises(DataError, match="leaves out or changes its content"):
         made.encode(dialogue("Hi", 'Say "Ho"'))
 

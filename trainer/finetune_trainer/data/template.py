@@ -49,6 +49,7 @@ class ChatTemplate:
         # An added token that is not special may close a block within a turn.
         self._stop_at_start = re.compile(rf"\s*(?:(?:(?:{perhaps})\s*)*(?:{surely})|(?:{perhaps}))")
         self._stop_at_end = re.compile(rf"(?:{surely}|{perhaps})(?=\s*\Z)")
+        self._special_at_end = re.compile(rf"(?:{surely})(?=\s*\Z)")
 
     def render(
         self,
@@ -84,9 +85,9 @@ class ChatTemplate:
         stop = self._stop_at_start.match(tail)
         return stop.end() if stop else None
 
-    def stop_before_end(self, text: str, start: int) -> int | None:
+    def stop_before_end(self, text: str, start: int, *, is_special: bool = False) -> int | None:
         """Return the end of the stop token at the end of `text`, before optional white space."""
-        stop = self._stop_at_end.search(text, start)
+        stop = (self._special_at_end if is_special else self._stop_at_end).search(text, start)
         return stop.end() if stop else None
 
     @property

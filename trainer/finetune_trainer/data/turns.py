@@ -275,7 +275,11 @@ class _Finder:
         """Return the end of the turn's stop token; None if it has no stop token."""
         if content_end is None:
             end = self._end_of_calls(turn, text)
-            return end if end is not None else self._template.stop_before_end(text, start)
+            if end is not None:
+                return end
+            # A token that is not special closes the call, not the turn (`</tool_call>` of GLM-4.5).
+            is_special = self._rules is not Rules.RELEASE_0_1_0
+            return self._template.stop_before_end(text, start, is_special=is_special)
         stop = self._template.stop_after(text[content_end:])
         if stop is not None:
             return content_end + stop
