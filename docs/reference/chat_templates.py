@@ -24,6 +24,7 @@ four conversations:
 
 *learned* means that the labels are exactly the turns of the assistant with their stop tokens, each
 after the prompt of inference. Other rows are refused with a sentence, which is below the table.
+Arguments beside a model are its `spec.model.chatTemplateArguments`.
 
 Each template is written for the tests and renders like a package's, which the last column names.
 A model may have another revision of its template: `ftctl preview` shows the labels. LLaMA-Factory
@@ -38,11 +39,17 @@ def page() -> str:
         case = yaml.safe_load(file.read_text(encoding="utf-8"))
         cells = [_cell(result, sentences) for result in case["learned"].values()]
         stops = " ".join(map(_code, _stops(case)))
-        rows.append("| " + " | ".join([case["models"], *cells, stops, _origin(case)]) + " |")
+        rows.append("| " + " | ".join([_models(case), *cells, stops, _origin(case)]) + " |")
     columns = ["Models", *case["learned"], "Learned stop tokens", "Compared with"]
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     notes = [f"{number}. `{sentence}`" for number, sentence in enumerate(sentences, 1)]
     return "\n".join([_HEAD, *head, *rows, "", "## Why a row is refused\n", *notes, ""])
+
+
+def _models(case: dict[str, Any]) -> str:
+    """Return the models, with their `spec.model.chatTemplateArguments`."""
+    arguments = case.get("arguments", {}).items()
+    return case["models"] + "".join(f", `{name}: {value}`".lower() for name, value in arguments)
 
 
 def _order(name: str) -> tuple[str, str]:

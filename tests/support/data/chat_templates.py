@@ -8,7 +8,7 @@ templates render as packages do, which `compare_templates` checks.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from finetune_trainer.config import DataConfig, DatasetSource
 from finetune_trainer.data.encoding import Encoded, EncodedRow, RowEncoder
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Row
+from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import DataError
 
 FOLDER = Path(__file__).parents[2] / "corpus" / "chat_templates"
@@ -97,6 +98,7 @@ class ChatTemplateCase:
         added: Tokens of the vocabulary that are not flagged as special.
         stops: Tokens that end a turn.
         learned: Expected result by conversation.
+        arguments: As in `spec.model.chatTemplateArguments`.
     """
 
     name: str
@@ -105,10 +107,11 @@ class ChatTemplateCase:
     special: tuple[str, ...]
     stops: tuple[str, ...]
     origin: Origin
-    learned: Mapping[str, Learned]
+    learned: Mapping[str, Learned] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     bos: str | None = None
     eos: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache
@@ -128,7 +131,7 @@ def _case(file: Path) -> ChatTemplateCase:
     given |= {key: tuple(given.get(key, ())) for key in ("special", "added", "stops")}
     return ChatTemplateCase(
         name=file.stem,
-        template=template(file.stem),
+        template=template(given.pop("template", file.stem)),
         origin=Origin(**origin | {"equal": tuple(origin["equal"])}),
         **given,
     )
@@ -154,7 +157,7 @@ def tokenizer(case: ChatTemplateCase) -> Any:
         name_or_path=case.name,
     )
     fast.add_tokens([AddedToken(token, normalized=False) for token in case.added])
-    fast.chat_template = case.template
+    fast.chat_template = with_arguments(case.template, case.arguments, ())
     return fast
 
 

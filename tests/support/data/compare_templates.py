@@ -78,6 +78,7 @@ def _with_jinja(case: ChatTemplateCase, template: str) -> Callable[[Mapping[str,
                     add_generation_prompt=prompt,
                     bos_token=case.bos or "",
                     eos_token=case.eos or "",
+                    **case.arguments,
                 )
             except Exception:  # a template is a program and may raise anything
                 return None
