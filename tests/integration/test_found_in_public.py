@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 
-from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig
+from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig, TrainConfig
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row, open_rows
@@ -23,6 +23,12 @@ from finetune_trainer.model.load import load_model, load_tokenizer
 from finetune_trainer.refusals import Refusals
 from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
 from support.launch.forked_ranks import Ranks, attempt
+from finetune_trainer.errors import DataError
+from finetune_trainer.export import export
+from finetune_trainer.model.load import load_tokenizer
+from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
+from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_model, tiny_tokenizer
+from support.launch.forked_ranks import attempt
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 
@@ -199,8 +205,8 @@ def test_llama_cookbook_189_any_id_pads(names: dict[str, str], tmp_path: Path) -
 def test_llamafactory_7454_the_learned_stop_is_exported(tmp_path: Path) -> None:
     model = write_inputs(tmp_path) / "model"
     for name in ("config", "generation_config"):
-        end_with(model / f"{name}.json", 0)
-    end_with(model / "tokenizer_config.json", "<|endoftext|>")
+        change(model / f"{name}.json", eos_token_id=0)
+    change(model / "tokenizer_config.json", eos_token="<|endoftext|>")
     config = train_config(tmp_path, world={"nproc_per_node": 1}, training={"max_steps": 1})
     assert attempt(config) == [0]
 
@@ -212,7 +218,25 @@ def test_llamafactory_7454_the_learned_stop_is_exported(tmp_path: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", stop)
 
 
-def end_with(path: Path, token: int | str) -> None:
-    """Set the end token of a base model in a file."""
-    key = "eos_token" if isinstance(token, str) else "eos_token_id"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: token}))
+def test_unsloth_8444_the_rotary_base_and_the_tokenizer_are_the_bases(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    change(model / "config.json", rope_parameters=None, rope_theta=500000.0)
+    change(model / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    config = export_config(model, tmp_path / "output", method="full", format="merged")
+    folder = exported(config)
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 500000.0
+    name = "tokenizer_config.json"
+    assert (folder / name).read_bytes() == (model / name).read_bytes()
+
+
+def exported(config: TrainConfig) -> Path:
+    """Export a random model and return the folder."""
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    fence = output_fence(config)
+    [folder] = export(model, tokenizer, config, fence=fence, progress=PROGRESS, warn=print)
+    return Path(folder)
+
+
+def change(path: Path, **values: Any) -> None:
+    """Change values of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

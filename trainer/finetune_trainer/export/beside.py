@@ -13,7 +13,7 @@ from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.export.end_tokens import EndTokens
 from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
 from finetune_trainer.export.settings import complete_config, set_end_tokens
-from finetune_trainer.export.tokenizer import write_tokenizer
+from finetune_trainer.export.tokenizer import reader_notes, write_tokenizer
 from finetune_trainer.model.identity import model_folder
 from finetune_trainer.model.load import base_name
 
@@ -104,5 +104,6 @@ class CompanionFiles:
             set_end_tokens(folder / "generation_config.json", self.ends.ids)
         public = base_name(self.config.model)
         base = public or self.config.model.path
-        facts = CardFacts(kind, base, public is not None, self.data_hash, self.notes(kind))
+        found = [*self.notes(kind), *reader_notes(folder)]
+        facts = CardFacts(kind, base, public is not None, self.data_hash, found)
         (folder / "README.md").write_text(model_card(self.config, self.progress, facts))

@@ -64,8 +64,9 @@ def _add_earlier_names(saved: dict[str, Any]) -> None:
         return
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     factor = scaling.pop("partial_rotary_factor", None)
-    saved.setdefault("rope_theta", rope["rope_theta"])
+    is_neox = str(saved.get("model_type")).startswith("gpt_neox")
+    saved.setdefault("rotary_emb_base" if is_neox else "rope_theta", rope["rope_theta"])
     if factor is not None:
-        saved.setdefault("partial_rotary_factor", factor)
-    if rope.get("rope_type", "default") != "default":
+        saved.setdefault("rotary_pct" if is_neox else "partial_rotary_factor", factor)
+    if scaling not in ({}, {"rope_type": "default"}):
         saved.setdefault("rope_scaling", scaling)

@@ -75,6 +75,17 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
+def reader_notes(folder: Path) -> list[str]:
+    """Name the versions of transformers that cannot load the tokenizer in `folder`."""
+    name = _read(folder / _SETTINGS).get("tokenizer_class")
+    if name != "TokenizersBackend":
+        return []
+    return [
+        f"transformers 4 cannot load the tokenizer, whose class {name} is new in version 5; set "
+        f"tokenizer_class in {_SETTINGS} to PreTrainedTokenizerFast for it"
+    ]
+
+
 def _add_tokens(folder: Path, tokenizer: Any, tokens: Iterable[str]) -> None:
     """Add special tokens to the list that `tokenizer.json` and the other files have."""
     new = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}

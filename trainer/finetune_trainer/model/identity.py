@@ -124,7 +124,7 @@ def model_folder(config: ModelConfig) -> Path:
     from transformers.utils.hub import cached_file
 
     folder = Path(config.path)
-    if folder.is_dir():
+    if folder.is_dir() or folder.is_absolute():  # an absolute path is no name on the hub
         return folder
     return Path(cached_file(config.path, "config.json", revision=config.revision or "main")).parent
 
