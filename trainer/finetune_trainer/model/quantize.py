@@ -91,8 +91,9 @@ def unquantized_warning(model: "PreTrainedModel") -> str | None:
     first, *more = wide
     dtype = str(model.get_parameter(first).dtype).removeprefix("torch.")
     return (
-        f"{sum(wide.values()) / 2**30:.3g} GiB of the model stay {dtype}, because bitsandbytes does "
-        f"not quantise stacked experts ({first} and {len(more)} more); the memory check counts them"
+        f"{sum(wide.values()) / 2**30:.3g} GiB of the model stay {dtype}, because bitsandbytes "
+        f"does not quantise stacked experts ({first} and {len(more)} more); the memory check "
+        "counts them"
     )
 
 
