@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig, TrainConfig
+from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig, Progress
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row, open_rows
@@ -21,7 +24,7 @@ from finetune_trainer.errors import ConfigError, DataError
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer
 from finetune_trainer.refusals import Refusals
-from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_tokenizer
+from support.data.text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, save_tokenizer, tiny_tokenizer
 from support.launch.forked_ranks import Ranks, attempt
 from finetune_trainer.errors import DataError
 from finetune_trainer.export import export
@@ -31,6 +34,7 @@ from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_mod
 from support.launch.forked_ranks import attempt
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
+from support.model.every_family import tiny_settings
 
 # Rows and templates.
 
@@ -142,6 +146,30 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Models.
+
+
+def test_trl_6617_text_for_a_model_that_also_sees_leaves_the_tower_alone(tmp_path: Path) -> None:
+    model = write_inputs(tmp_path) / "model"
+    settings = tiny_settings("gemma3")
+    settings.text_config.vocab_size = VOCAB_SIZE
+    base = AutoModelForCausalLM.from_config(settings)
+    base.save_pretrained(model)
+    config = train_config(
+        tmp_path,
+        training={"max_steps": 2, "global_batch_size": 4, "weight_decay": 0.1},
+        data={"max_seq_len": 64},
+        output={"format": "merged", "dtype": "float32"},
+    )
+    ranks = Ranks(config)
+    assert ranks.codes() == [0, 0], ranks.termination().message
+    warnings = Progress.read(Path(config.run_dir) / "progress.json").warnings
+    assert any("no text reaches model.vision_tower" in sentence for sentence in warnings), warnings
+    written = load_file(Path(config.output.dir) / "model.safetensors")
+    seen = {
+        name: t for name, t in load_file(model / "model.safetensors").items() if "vision" in name
+    }
+    assert seen
+    assert all(torch.equal(written[name], tensor) for name, tensor in seen.items())
 
 
 def test_peft_2184_an_adapter_that_changed_its_base_is_refused(tmp_path: Path) -> None:

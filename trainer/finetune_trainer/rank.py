@@ -53,6 +53,7 @@ from finetune_trainer.model.load import is_loaded_once, load_device, load_model,
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
+from finetune_trainer.model.unreached import named, unreached_modules
 from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.profiling import record_memory_history
@@ -104,7 +105,8 @@ def run(
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    load = partial(_load, config, world, telemetry, dataset, refusals)
+    unreached = _unreached(config, dataset, checkpoint, warn_from_rank0)
+    load = partial(_load, config, world, telemetry, dataset, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
         try_export(module.model, tokenizer, config, dataset.ordered_stops)
@@ -127,20 +129,15 @@ def run(
     # No rounding for unpacked rows: the model may have no positions beyond its longest row.
     round_to = ROUND_TO_ON_GPU if pads else 1
     patience = Patience(config.training.early_stopping)
-
-    def is_stopping() -> bool:
-        telemetry.alive()
-        return agreement.is_stopping(stop.requested)
-
+    is_stopping = partial(_is_stopping, telemetry, agreement, stop)
+    fingerprint = _fingerprint(requested, config, world, dataset, plan, unreached)
     run = Run(
         config=config,
         world=world,
         strategy=strategy,
         dataset=dataset,
         plan=plan,
-        store=_store(
-            config, world, telemetry, fence, _fingerprint(requested, config, world, dataset, plan)
-        ),
+        store=_store(config, world, telemetry, fence, fingerprint),
         telemetry=telemetry,
         stop=stop,
         agreement=agreement,
@@ -155,6 +152,11 @@ def run(
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
+
+
+def _is_stopping(telemetry: Telemetry, agreement: Agreement, stop: StopSignal) -> bool:
+    telemetry.alive()
+    return agreement.is_stopping(stop.requested)
 
 
 def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: StopSignal) -> None:
@@ -330,6 +332,7 @@ def _load(
     telemetry: Telemetry,
     dataset: TokenDataset,
     refusals: Refusals,
+    unreached: list[str],
 ) -> CausalLoss:
     """Load, adapt and prepare the model, the same on every rank."""
     telemetry.phase(Phase.LOADING)
@@ -343,7 +346,12 @@ def _load(
     with loading_model():
         base = load_model(config, place, refusals, quantises=not is_loaded_once(config))
     torch.manual_seed(config.training.seed)  # same initial adapters on every rank
-    model: nn.Module = choose_trained(base, config, refusals)
+    if unreached:
+        refusals.warn(
+            f"no text reaches {named(unreached, base)} of the model, so they are not trained and "
+            "are exported unchanged"
+        )
+    model: nn.Module = choose_trained(base, config, refusals, unreached)
     return prepare_model(model, config, world.device, _warn_from_rank0(telemetry, world))
 
 
@@ -369,17 +377,43 @@ def _store(
     )
 
 
+def _unreached(
+    config: TrainConfig,
+    dataset: TokenDataset,
+    checkpoint: Fingerprint | None,
+    warn: Callable[[str], None],
+) -> list[str]:
+    """Return the modules to leave untrained; release 0.1.0 trained all of them."""
+    unreached = unreached_modules(config.model, int(dataset.lengths.max()), warn)
+    if unreached and checkpoint is not None and checkpoint.method == _method_hash(config, []):
+        warn(
+            f"no text reaches {len(unreached)} modules of the model; this run has a checkpoint in "
+            "which they are trained and continues to train them, but a new run would not"
+        )
+        return []
+    return unreached
+
+
+def _method_hash(config: TrainConfig, unreached: list[str]) -> str:
+    text = config.method.model_dump_json() + "".join(f"\n{name}" for name in unreached)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _fingerprint(
-    requested: ModelConfig, config: TrainConfig, world: World, dataset: TokenDataset, plan: DataPlan
+    requested: ModelConfig,
+    config: TrainConfig,
+    world: World,
+    dataset: TokenDataset,
+    plan: DataPlan,
+    unreached: list[str],
 ) -> Fingerprint:
     """Identify model, method, data and order, which must match to resume from a checkpoint.
 
     Only rank 0 compares and writes it.
     """
-    method = config.method.model_dump_json()
     return Fingerprint(
         model=model_fingerprint(requested),
-        method=hashlib.sha256(method.encode()).hexdigest(),
+        method=_method_hash(config, unreached),
         data=dataset.fingerprint,
         order=plan.fingerprint,
         weights=weights_fingerprint(config.model) if world.is_main else "",

@@ -44,20 +44,29 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 
 def choose_trained(
-    model: "PreTrainedModel", config: TrainConfig, refusals: Refusals = STRICT
+    model: "PreTrainedModel",
+    config: TrainConfig,
+    refusals: Refusals = STRICT,
+    unreached: Sequence[str] = (),
 ) -> "PreTrainedModel | PeftModel":
     """Return the model in which exactly the parameters that `config` trains require gradients.
+
+    The own weights of `unreached` modules are not trained, and get no adapters.
 
     Raises:
         ConfigError: adapters do not fit the model, the adapter to start from has other settings
             or another base, or `freeze` matches no or every parameter.
     """
     if config.method.lora is not None:
-        adapted = attach_lora(model, config.method.lora, new_token_ids(config.model))
+        new_tokens = new_token_ids(config.model)
+        adapted = attach_lora(model, config.method.lora, new_tokens, unreached)
         if config.method.lora.start_from is not None:
             _start_from(adapted, Path(config.method.lora.start_from), config.model, refusals)
         return adapted
     _freeze(model, config.method.freeze)
+    for name in unreached:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            parameter.requires_grad_(False)
     if config.model.add_tokens and not model.get_input_embeddings().weight.requires_grad:
         raise ConfigError(
             "spec.model.addTokens would never be trained: spec.method.freeze freezes the "
@@ -67,7 +76,10 @@ def choose_trained(
 
 
 def attach_lora(
-    model: "PreTrainedModel", settings: LoraSettings, new_tokens: Sequence[int] = ()
+    model: "PreTrainedModel",
+    settings: LoraSettings,
+    new_tokens: Sequence[int] = (),
+    unreached: Sequence[str] = (),
 ) -> "PeftModel":
     """Freeze the base and add adapters to the named linear layers.
 
@@ -75,7 +87,8 @@ def attach_lora(
 
     Adapter weights are fp32 regardless of the dtype of the base, so small updates are not lost.
 
-    The rows of `new_tokens` in embedding and head are trained, too.
+    The rows of `new_tokens` in embedding and head are trained, too. Modules in `unreached` get no
+    adapters.
 
     Raises:
         ConfigError: a name in `target_modules` matches no layer, or the layer cannot be adapted.
@@ -104,6 +117,7 @@ def attach_lora(
         use_dora=settings.dora,
         trainable_token_indices=_token_rows(model, list(new_tokens)),
     )
+    lora.exclude_modules = list(unreached) or None
     if not settings.target_modules:
         _exclude_routers(model, lora)
     try:
@@ -150,7 +164,7 @@ def _exclude_routers(model: "PreTrainedModel", lora: "LoraConfig") -> None:
         get_model_conversion_mapping,
     )
 
-    lora.exclude_modules = names
+    lora.exclude_modules = [*names, *(lora.exclude_modules or ())]
     # When peft attaches adapters, it adds experts that are stacked in a parameter, and routers
     # beside them, without regard to exclusions. The list is converted here, so that
     # peft does not extend it later.
