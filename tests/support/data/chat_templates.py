@@ -161,15 +161,14 @@ def tokenizer(case: ChatTemplateCase) -> Any:
     return fast
 
 
-def encode(tokenizer: Any, conversation: str, rules: Rules = Rules.CURRENT) -> EncodedRow:
-    """Encode a conversation as training does.
+def encode(tokenizer: Any, row: Mapping[str, Any], rules: Rules = Rules.CURRENT) -> EncodedRow:
+    """Encode a row as training does.
 
     Raises:
         DataError: the row is refused.
     """
     config = DataConfig(train=DatasetSource(path="rows.jsonl"), cache_dir="unused")
-    row = Row("line 1", dict(CONVERSATIONS[conversation]))
-    [encoded] = RowEncoder(config, tokenizer, rules).encode([row])
+    [encoded] = RowEncoder(config, tokenizer, rules).encode([Row("line 1", dict(row))])
     return encoded
 
 
@@ -193,7 +192,7 @@ def learned(case: ChatTemplateCase) -> dict[str, Learned]:
 
     def of(conversation: str) -> Learned:
         try:
-            row = encode(fast, conversation)
+            row = encode(fast, CONVERSATIONS[conversation])
         except DataError as error:
             return str(error)
         return learned_texts(fast, row)

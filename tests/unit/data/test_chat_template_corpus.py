@@ -13,6 +13,7 @@ import pytest
 from finetune_trainer.data.encoding import EncodedRow
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.template import FIXED_DATE
+from finetune_trainer.errors import DataError
 from support.data.chat_templates import (
     CONVERSATIONS,
     ChatTemplateCase,
@@ -77,7 +78,7 @@ def test_each_turn_is_learned_after_its_prompt_with_its_stop_token(
     case: ChatTemplateCase, conversation: str
 ) -> None:
     fast, row = tokenizer(case), CONVERSATIONS[conversation]
-    encoded = encode(fast, conversation)
+    encoded = encode(fast, row)
     places = [at for at, one in enumerate(row["messages"]) if one["role"] == "assistant"]
     turns = list(learned_turns(encoded))
     assert len(turns) == len(places)
@@ -87,6 +88,7 @@ def test_each_turn_is_learned_after_its_prompt_with_its_stop_token(
         assert part.tokens[:start] == fast(prompt, add_special_tokens=False)["input_ids"]
         assert re.search(".*".join(map(re.escape, words(row["messages"][at]))), text, re.DOTALL)
         assert fast.convert_ids_to_tokens(part.tokens[end - 1]) in case.stops
+        assert sum(text.count(stop) for stop in case.stops) == 1
         # The template renders the turn like this, but for an end token that it lacks.
         rest = (prompt + text).removesuffix(case.eos or "")
         assert published_text(fast, row, at + 1, is_prompt=False).startswith(rest)
@@ -101,14 +103,15 @@ def test_a_refusal_names_the_row_and_a_remedy(case: ChatTemplateCase) -> None:
 
 
 GLM = cases()["glm-4.5"]
+CALLS = CONVERSATIONS["tools"]
 
 
 @pytest.mark.parametrize("close", ["</tool_call>", "<tool_call|>", "[/CALL]", "<|call_end|>"])
 def test_a_call_that_only_its_closing_token_ends_is_followed_by_the_end_token(close: str) -> None:
     template = GLM.template.replace("</tool_call>", close)
     fast = tokenizer(replace(GLM, template=template, added=(close, "<tool_call>")))
-    called, _ = learned_texts(fast, encode(fast, "tools"))
-    before, _ = learned_texts(fast, encode(fast, "tools", Rules.RELEASE_0_1_0))
+    called, _ = learned_texts(fast, encode(fast, CALLS))
+    before, _ = learned_texts(fast, encode(fast, CALLS, Rules.RELEASE_0_1_0))
     assert called.endswith(f"\n{close}<|endoftext|>")
     assert before.endswith(f"\n{close}")
 
@@ -118,6 +121,52 @@ def test_a_stop_token_that_is_not_special_ends_a_call_as_it_ends_a_text(family: 
     given, stop = cases()[family], "<|im_end|>"
     special = tuple(token for token in given.special if token != stop)
     fast = tokenizer(replace(given, special=special, added=(*given.added, stop), eos=special[-1]))
-    called, reply = learned_texts(fast, encode(fast, "tools"))
+    called, reply = learned_texts(fast, encode(fast, CALLS))
     assert called.endswith(stop)
     assert reply == given.learned["tools"][1]
+
+
+def with_text_beside_the_call() -> dict[str, Any]:
+    """Return a row whose call has text beside it, which templates render as a thought."""
+    asked, called, *rest = CALLS["messages"]
+    return {**CALLS, "messages": [asked, {**called, "content": "Let me look."}, *rest]}
+
+
+def test_text_beside_a_call_that_moves_behind_its_result_is_not_learned_again() -> None:
+    row = with_text_beside_the_call()
+    fast = tokenizer(cases()["gemma-4"])
+    _, reply = learned_texts(fast, encode(fast, row, Rules.RELEASE_0_1_0))
+    assert reply == "Let me look.Hot today.<turn|>"
+    with pytest.raises(DataError, match=r"^line 1: turn 4 does not begin with its generation"):
+        encode(fast, row)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen-3", "qwen-2.5", "exaone-4", "llama-4"])
+def test_text_beside_a_call_is_learned_once(family: str) -> None:
+    fast = tokenizer(cases()[family])
+    called, reply = learned_texts(fast, encode(fast, with_text_beside_the_call()))
+    assert "Let me look." in called
+    assert reply == cases()[family].learned["tools"][1]
+
+
+ALWAYS_A_HEADER = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name ~ call.function.arguments }}{% endfor %}
+{{- '</call>END' if m.tool_calls else m.content + '</reply>END' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\n' }}"""
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>"])
+def test_the_header_of_the_next_turn_is_not_learned_with_a_call(end: str) -> None:
+    """Command A writes the header after each conversation, with or without a prompt."""
+    template, added = ALWAYS_A_HEADER.replace("END", end), ("</call>", "</reply>")
+    given = replace(cases()["chatml"], template=template, added=added, eos=end.strip())
+    fast = tokenizer(given)
+    called, reply = learned_texts(fast, encode(fast, CALLS))
+    assert called.endswith(f"</call>{end.strip()}")
+    assert reply == f"Hot today.</reply>{end.strip()}"
+    before, _ = learned_texts(fast, encode(fast, CALLS, Rules.RELEASE_0_1_0))
+    assert "<|im_start|>" in before

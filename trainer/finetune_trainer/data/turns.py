@@ -200,7 +200,8 @@ class _Finder:
         if earlier != before:
             bare = self.render(earlier, add_generation_prompt=True)
             opening = prompt.removeprefix(self.render(before))
-            if text.startswith(bare) and opening == bare.removeprefix(self.render(earlier)):
+            is_prompt = opening == bare.removeprefix(self.render(earlier))
+            if is_prompt and text.startswith(bare) and self._lacks_thoughts(earlier, text):
                 return len(bare)
         same = common_length(prompt, text)
         raise DataError(
@@ -209,6 +210,12 @@ class _Finder:
             "what the turn lacks (mostly reasoning_content), give the template other arguments "
             "(spec.model.chatTemplateArguments), or use another template (spec.model.chatTemplate)"
         )
+
+    def _lacks_thoughts(self, earlier: tuple[Message, ...], text: str) -> bool:
+        """Whether the removed thoughts are nowhere in the text; Gemma 4 moves them."""
+        if self._rules is Rules.RELEASE_0_1_0:
+            return True
+        return self.render((*earlier, self._messages[len(earlier)])) == text
 
     def _end_of_content(self, turn: int, text: str, where: str) -> int | None:
         """Return the end of the turn's own text; None if the turn consists of calls alone.
@@ -274,7 +281,7 @@ class _Finder:
     def _end(self, turn: int, text: str, content_end: int | None, start: int) -> int | None:
         """Return the end of the turn's stop token; None if it has no stop token."""
         if content_end is None:
-            end = self._end_of_calls(turn, text)
+            end = self._end_of_calls(turn, text, start)
             if end is not None:
                 return end
             # A token that is not special closes the call, not the turn (`</tool_call>` of GLM-4.5).
@@ -285,7 +292,7 @@ class _Finder:
             return content_end + stop
         return self._template.stop_before_end(text, content_end)
 
-    def _end_of_calls(self, turn: int, text: str) -> int | None:
+    def _end_of_calls(self, turn: int, text: str, start: int) -> int | None:
         """Return the end of a turn of calls, if it ends like a turn of text."""
         mark = chr(FIRST_MARK)
         words = {"role": "assistant", "content": mark}
@@ -295,7 +302,16 @@ class _Finder:
             return None
         _, is_there, tail = shown.partition(mark)
         stop = self._template.stop_after(tail) if is_there else None
-        return len(text) - len(tail) + stop if stop is not None and text.endswith(tail) else None
+        if stop is None:
+            return None
+        if text.endswith(tail):
+            return len(text) - len(tail) + stop
+        # Some templates write the header of the next turn after each conversation (Command A).
+        header = tail[stop:]
+        if self._rules is Rules.RELEASE_0_1_0 or not (header.strip() and text.endswith(header)):
+            return None
+        call = text.removesuffix(header)
+        return self._template.stop_before_end(call, start, is_special=True)
 
     def _compare_with_marks(
         self, turn: int, text: str, learned: Span, content_end: int | None, where: str
