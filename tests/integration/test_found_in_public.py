@@ -15,23 +15,32 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig, TrainConfig
-from finetune_trainer.config import DataConfig, DataFormat, DatasetSource, ModelConfig, Progress
+from finetune_trainer.config import (
+    DataConfig,
+    DataFormat,
+    DatasetSource,
+    ExitCode,
+    ModelConfig,
+    Progress,
+    TrainConfig,
+)
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row, open_rows
 from finetune_trainer.errors import ConfigError, DataError
+from finetune_trainer.export import export
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer
 from finetune_trainer.refusals import Refusals
-from support.data.text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, save_tokenizer, tiny_tokenizer
-from support.launch.forked_ranks import Ranks, attempt
-from finetune_trainer.errors import DataError
-from finetune_trainer.export import export
-from finetune_trainer.model.load import load_tokenizer
 from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
-from support.data.text_fixtures import CHATML_TEMPLATE, save_tokenizer, tiny_model, tiny_tokenizer
-from support.launch.forked_ranks import attempt
+from support.data.text_fixtures import (
+    CHATML_TEMPLATE,
+    VOCAB_SIZE,
+    save_tokenizer,
+    tiny_model,
+    tiny_tokenizer,
+)
+from support.launch.forked_ranks import Ranks, attempt
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 from support.model.every_family import tiny_settings
@@ -268,3 +277,19 @@ def exported(config: TrainConfig) -> Path:
 def change(path: Path, **values: Any) -> None:
     """Change values of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_peft_2018_an_adapted_tied_head_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    tiny_model(tmp_path / "model", tied=True)
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        method={"type": "lora", "lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}},
+        training={"max_steps": 1},
+    )
+    ranks = Ranks(config)
+    assert ranks.codes() == [ExitCode.CONFIG]
+    message = ranks.termination().message
+    assert "the adapters of lm_head cannot be merged" in message
+    assert "remove lm_head from spec.method.lora.targetModules (q_proj, lm_head)" in message

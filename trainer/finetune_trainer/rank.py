@@ -109,7 +109,7 @@ def run(
     load = partial(_load, config, world, telemetry, dataset, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
-        try_export(module.model, tokenizer, config, dataset.ordered_stops)
+        try_export(module.model, tokenizer, config, dataset.ordered_stops, refusals)
     world.liveness_barrier()  # collectives of the strategy could time out
     _report_model(config, world, telemetry, dataset, held_out, module)
     of_rows = _flops_of_rows(module, dataset)

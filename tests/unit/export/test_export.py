@@ -18,6 +18,7 @@ from finetune_trainer.export.merge import probe_logits
 from finetune_trainer.export.publish import ExportRecord
 from finetune_trainer.export.tryout import try_export
 from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.refusals import Refusals
 from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from support.data.text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, tiny_model
 
@@ -53,7 +54,7 @@ def load_merged(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
-def tiny_of_family(name: str, base: Path, folder: Path) -> Path:
+def tiny_of_family(name: str, base: Path, folder: Path, **changes: Any) -> Path:
     """Save a random model of another family with the tokenizer of `base`; return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,6 +72,7 @@ def tiny_of_family(name: str, base: Path, folder: Path) -> Path:
         settings |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
     if name == "gpt_oss":
         settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    settings |= changes
     shutil.copytree(base, folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -400,3 +402,77 @@ def test_a_tokenizer_that_cannot_be_saved_is_found_before_training(
     tokenizer.chat_template = {"default": 1}  # no text
     with pytest.raises(ConfigError, match=r"could not be exported .*the tokenizer: "):
         try_export(trained_model(config), tokenizer, config)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
+@pytest.mark.parametrize("wanted", ["merged", "both"])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", ("lm_head",)), ("gpt2", ("c_attn", "lm_head")), ("gpt_neox", ("lm_head",))],
+)
+def test_an_adapter_on_a_tied_head_is_refused_before_training(
+    base: Path, tmp_path: Path, name: str, layers: tuple[str, ...], wanted: str
+) -> None:
+    config = tied_config(base, tmp_path, name, layers, wanted)
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    with pytest.raises(ConfigError, match=rf"^spec.output.format {wanted}: ") as caught:
+        try_export(model, tokenizer, config)
+    assert f"remove {layers[-1]} from spec.method.lora.targetModules" in str(caught.value)
+    warnings: list[str] = []
+    try_export(model, tokenizer, config, refusals=Refusals(is_new=False, warn=warnings.append))
+    assert str(caught.value) in warnings[0]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer")
+@pytest.mark.parametrize(
+    ("name", "layers", "wanted", "is_tied"),
+    [
+        pytest.param("llama", ("lm_head",), "adapter", True, id="the adapter alone"),
+        pytest.param("llama", ("lm_head",), "both", False, id="a head of its own"),
+        pytest.param("llama", ("q_proj",), "both", True, id="another layer"),
+        pytest.param("gpt2", (), "both", True, id="all layers but the head"),
+    ],
+)
+def test_an_adapter_beside_a_tied_head_is_not_refused(
+    base: Path, tmp_path: Path, name: str, layers: tuple[str, ...], wanted: str, is_tied: bool
+) -> None:
+    config = tied_config(base, tmp_path, name, layers, wanted, is_tied=is_tied)
+    try_export(trained_model(config), load_tokenizer(config.model), config)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_head_that_is_tied_by_config_alone_is_refused_before_training(
+    base: Path, tmp_path: Path, is_new: bool
+) -> None:
+    other = shutil.copytree(base, tmp_path / "base")
+    settings = json.loads((other / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (other / "config.json").write_text(json.dumps(settings))
+    config = export_config(other, tmp_path / "output", format="merged")
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    warnings: list[str] = []
+    refusals = Refusals(is_new=is_new, warn=warnings.append)
+    if is_new:
+        with pytest.raises(ConfigError, match="tie_word_embeddings true, but its files hold"):
+            try_export(model, tokenizer, config, refusals=refusals)
+    else:
+        try_export(model, tokenizer, config, refusals=refusals)
+        assert "a new run would be refused" in warnings[0]
+
+
+def tied_config(
+    base: Path,
+    tmp_path: Path,
+    name: str,
+    layers: tuple[str, ...],
+    wanted: str,
+    *,
+    is_tied: bool = True,
+) -> TrainConfig:
+    """Write a tiny model of a family; return a configuration with adapters on `layers`."""
+    other = tiny_of_family(name, base, tmp_path / "base", tie_word_embeddings=is_tied)
+    config = export_config(other, tmp_path / "output", format=wanted)
+    assert config.method.lora is not None
+    lora = config.method.lora.model_copy(update={"target_modules": layers})
+    method = config.method.model_copy(update={"lora": lora})
+    return config.model_copy(update={"method": method})

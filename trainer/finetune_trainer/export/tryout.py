@@ -23,6 +23,7 @@ from finetune_trainer.export.merge import rebuilt
 from finetune_trainer.export.output import layout, name_base
 from finetune_trainer.model.adapters import adapt
 from finetune_trainer.model.loss import base_of
+from finetune_trainer.refusals import STRICT, Refusals
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -35,16 +36,20 @@ def try_export(
     tokenizer: "PreTrainedTokenizerBase",
     config: TrainConfig,
     stops: Sequence[int] = (),
+    refusals: Refusals = STRICT,
 ) -> None:
     """Build the files of an export of `model`, without weights, in a temporary folder.
 
     Neither the model nor the random numbers of the run change. See `export` for the arguments.
 
     Raises:
-        ConfigError: the export cannot be built; the message states the format and the reason.
+        ConfigError: the export cannot be built; the message states the format and the reason. Or,
+            in a new run, the adapters cannot be merged because their layer shares its weight.
         TrainerError: there is no room for temporary files.
     """
     for kind, _ in layout(config):
+        if kind == "model" and hasattr(model, "peft_config"):
+            _refuse_tied(cast("PeftModel", model), config, refusals)
         try:
             with (
                 TemporaryDirectory(prefix="finetune-export-") as folder,
@@ -72,6 +77,54 @@ def try_export(
             if is_out_of_memory(error):
                 raise
             raise ConfigError(_failure_message(kind, base_of(model), config, error)) from error
+
+
+def _refuse_tied(model: "PeftModel", config: TrainConfig, refusals: Refusals) -> None:
+    """Refuse adapters that cannot be merged because of tied weights."""
+    base = base_of(model)
+    if shared := _adapted_shared(model):
+        refusals.refuse(_shared_error(shared, config))
+        return
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    is_tied = base.config.get_text_config().tie_word_embeddings
+    if is_tied and head is not None and head.weight is not embedding.weight:
+        refusals.refuse(
+            ConfigError(
+                f"spec.output.format {config.output.format}: config.json of {config.model.path} "
+                "has tie_word_embeddings true, but its files hold a head that differs from the "
+                "embeddings, so the merged model would have other logits; set it to false there"
+            )
+        )
+
+
+def _adapted_shared(model: "nn.Module") -> tuple[str, str] | None:
+    """Return an adapted layer and another module with the same weight; None if there is none.
+
+    A merge into the layer would change the other module as well.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners: dict[int, list[str]] = {}
+    for name, parameter in base_of(model).named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.replace("base_layer.", ""))
+    for layer in base_of(model).modules():
+        if isinstance(layer, BaseTunerLayer):
+            for parameter in layer.get_base_layer().parameters(recurse=False):
+                first, *others = owners[id(parameter)]
+                if others:
+                    return others[-1], first
+    return None
+
+
+def _shared_error(shared: tuple[str, str], config: TrainConfig) -> ConfigError:
+    adapted, other = (name.rpartition(".")[0] for name in shared)
+    targets = config.method.lora.target_modules if config.method.lora else ()
+    return ConfigError(
+        f"spec.output.format {config.output.format}: the adapters of {adapted} cannot be merged, "
+        f"because the model ties its weight to {other}, which would change as well; remove "
+        f"{adapted.rpartition('.')[2]} from spec.method.lora.targetModules ({', '.join(targets)}), "
+        "or set spec.output.format adapter"
+    )
 
 
 def _try_adapter(model: "PeftModel", folder: Path, config: TrainConfig) -> None:
