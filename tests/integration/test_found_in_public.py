@@ -40,7 +40,7 @@ from support.data.text_fixtures import (
     tiny_model,
     tiny_tokenizer,
 )
-from support.launch.forked_ranks import Ranks, attempt
+from support.launch.forked_ranks import Ranks, attempt, numbers
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 from support.model.every_family import tiny_settings
@@ -293,3 +293,26 @@ def test_peft_2018_an_adapted_tied_head_is_refused_before_the_first_step(tmp_pat
     message = ranks.termination().message
     assert "the adapters of lm_head cannot be merged" in message
     assert "remove lm_head from spec.method.lora.targetModules (q_proj, lm_head)" in message
+
+
+def test_early_stopping_reports_the_losses_of_the_exported_weights(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        data={"eval": {"path": str(tmp_path / "eval.jsonl")}},
+        training={
+            "max_steps": 30,
+            "learning_rate": 0.1,  # too high: the held-out loss rises soon
+            "schedule": "constant",
+            "eval_every_steps": 1,
+            "early_stopping": {"patience": 1},
+        },
+    )
+    assert attempt(config) == [0]
+    evaluations: dict[int, float] = numbers(config)["evaluations"]
+    best = min((step for step in evaluations if step), key=lambda step: evaluations[step])
+    progress = Progress.read(Path(config.run_dir) / "progress.json")
+    assert best < progress.step
+    assert (progress.exported_step, progress.eval_loss) == (best, evaluations[best])
+    assert f"trained for {best} steps" in (Path(config.output.dir) / "README.md").read_text()

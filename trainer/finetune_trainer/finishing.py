@@ -43,7 +43,8 @@ def choose_weights(run: Run, last_step: int) -> str:
     if best is None:
         return result
     run.strategy.load_state(state)
-    telemetry.log("went_back", step=best.step, eval_loss=best.eval_loss)
+    if best.step != last_step:
+        telemetry.went_back(best)
     return f"{result}, best step {best.step}"
 
 

@@ -75,7 +75,10 @@ def _figures(outcome: Outcome) -> list[tuple[str, str]]:
     elif progress.loss is not None:
         rows.append(("training loss", f"{progress.loss:.3f}"))
     if progress.total_steps is not None:
-        rows.append(("steps", f"{progress.step} of {progress.total_steps}"))
+        steps = f"{progress.step} of {progress.total_steps}"
+        if progress.exported_step is not None:
+            steps += f"; the model is of step {progress.exported_step}"
+        rows.append(("steps", steps))
     if progress.tokens_per_second is not None:
         rows.append(("tokens/s", f"{progress.tokens_per_second:,.0f}"))
     rows.append(("adapter" if outcome.is_adapter else "model", shown_path(outcome.model)))

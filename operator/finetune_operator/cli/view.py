@@ -90,7 +90,8 @@ def news(before: View, after: View) -> list[str]:
     if new.eval_loss_before is not None and _differs(old, new, "eval_loss_before"):
         found.append(f"held-out loss {new.eval_loss_before:.3f} before training")
     if new.eval_loss not in (None, new.eval_loss_before) and _differs(old, new, "eval_loss"):
-        found.append(f"held-out loss {new.eval_loss:.3f} at step {new.step}")
+        step = new.step if new.exported_step is None else new.exported_step
+        found.append(f"held-out loss {new.eval_loss:.3f} at step {step}")
     if new.checkpoint and (old.checkpoint is None or old.checkpoint.step != new.checkpoint.step):
         found.append(f"checkpoint of step {new.checkpoint.step} committed")
     found += [f"warning: {one}" for one in new.warnings if one not in old.warnings]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from finetune_trainer.checkpoint.commit import ledger
 from finetune_trainer.config import Progress, TrainConfig
+from finetune_trainer.export.publish import ExportRecord
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE
 from support.checkpoint.checkpoint_fixtures import step_path
 from support.launch.forked_ranks import Ranks, attempt, numbers, tensors
@@ -62,6 +63,13 @@ def test_training_stops_early_on_all_ranks_and_exports_the_best_weights(
     assert progress.best_checkpoint is not None
     assert (progress.step, progress.total_steps) == (last, last)
     assert progress.best_checkpoint.step == best
+    assert (progress.exported_step, progress.eval_loss) == (best, evaluations[best])
+    assert progress.loss == numbers(config)["steps"][best][0]
+    card = (Path(config.output.dir) / "README.md").read_text()
+    assert f"trained for {best} steps" in card
+    assert f"| held-out loss | {evaluations[0]:.4f} | {evaluations[best]:.4f} |" in card
+    assert f"| training loss of step {best} | - | {progress.loss:.4f} |" in card
+    assert ExportRecord.read(Path(config.output.dir) / "finetune-export.json").step == best
 
     root = Path(config.checkpoint.dir)
     assert [ref.step for ref in ledger(root)] == [last, best]

@@ -48,6 +48,12 @@ def test_outcome_tells_what_changed_and_where_the_adapter_is() -> None:
     assert ["after", "Memory"] in lines
 
 
+def test_outcome_names_the_step_of_the_exported_weights() -> None:
+    progress = Progress(step=7, total_steps=7, exported_step=5)
+    lines = [line.split() for line in printed(outcome(progress=progress)).splitlines()]
+    assert ["steps", "7", "of", "7;", "the", "model", "is", "of", "step", "5"] in lines
+
+
 def test_outcome_without_held_out_rows_tells_the_training_loss() -> None:
     text = printed(outcome(progress=Progress(loss=1.5)))
 

@@ -114,6 +114,12 @@ def test_news_say_nothing_of_an_attempt_that_completed() -> None:
             id="later evaluation",
         ),
         pytest.param(
+            {"step": 7, "eval_loss": 2.0},
+            {"step": 7, "eval_loss": 1.415, "exported_step": 5},
+            "held-out loss 1.415 at step 5",
+            id="return to the best step",
+        ),
+        pytest.param(
             {"checkpoint": checkpoint(8)},
             {"checkpoint": checkpoint(16)},
             "checkpoint of step 16 committed",

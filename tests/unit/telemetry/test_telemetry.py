@@ -272,6 +272,26 @@ def node(tmp_path: Path) -> Node:
     return Node(folder)
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["this attempt", "an earlier attempt"])
+def test_the_losses_belong_to_the_exported_weights(
+    tmp_path: Path, node: Node, is_known: bool
+) -> None:
+    config = train_config(tmp_path)
+    telemetry = Telemetry(config, rank=0, world_size=1, shared=node.rank(0))
+    if is_known:
+        telemetry.step(report(1, loss=3.0))
+        telemetry.evaluated(1, 2.0, 1.0)
+    telemetry.step(report(2, loss=4.0))
+    telemetry.evaluated(2, 5.0, 1.0)
+    best = CheckpointRef(step=1, path="x", time=1.0, world_size=1, eval_loss=2.0)
+    telemetry.went_back(best)
+    progress = telemetry.progress
+    telemetry.close()
+    assert (progress.step, progress.exported_step, progress.eval_loss) == (2, 1, 2.0)
+    assert progress.loss == (3.0 if is_known else None)
+    assert node.series()["finetune_train_eval_loss", "0"] == 2.0
+
+
 def test_what_a_rank_reports_is_on_the_page_of_its_node(tmp_path: Path, node: Node) -> None:
     config = train_config(tmp_path, job={"attempt": 3})
     clock = Clock()

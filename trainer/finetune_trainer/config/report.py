@@ -182,6 +182,11 @@ class Progress(ContractModel):
     learning_rate: float | None = None
     eval_loss_before: float | None = None
     eval_loss: float | None = None
+    exported_step: Count | None = Field(
+        None,
+        description="Step of the exported weights if early stopping went back to an earlier one; "
+        "`loss` and `eval_loss` are then of that step.",
+    )
     tokens_per_second: float | None = Field(None, description="Non-padding tokens, all ranks.")
     eta_seconds: Seconds | None = None
     skipped_steps: Count = Field(0, description="Steps skipped because a gradient was not finite.")

@@ -45,7 +45,7 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
     sections = [
         f"---\n{yaml.safe_dump(_front_matter(config, facts), sort_keys=False)}---",
         f"# {config.job.name}",
-        f"{what} `{facts.base}`, trained for {progress.step} steps by finetune-operator.",
+        f"{what} `{facts.base}`, trained for {exported_step(progress)} steps by finetune-operator.",
         *(f"Note: {note}." for note in facts.notes),
         "## Load it",
         f"```python\n{_snippet(facts)}\n```",
@@ -59,6 +59,11 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
         _table(("package", "version"), _versions()),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def exported_step(progress: Progress) -> int:
+    """Return the step of the exported weights."""
+    return progress.step if progress.exported_step is None else progress.exported_step
 
 
 def notes(config: TrainConfig, kind: Kind) -> list[str]:
@@ -113,7 +118,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")"""
 def _results(progress: Progress) -> list[tuple[str, str, str]]:
     return [
         ("held-out loss", _number(progress.eval_loss_before), _number(progress.eval_loss)),
-        ("training loss, last step", "-", _number(progress.loss)),
+        (f"training loss of step {exported_step(progress)}", "-", _number(progress.loss)),
     ]
 
 

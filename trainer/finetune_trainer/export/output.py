@@ -18,7 +18,7 @@ from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.errors import ExportError, OutputNotWritableError, TrainerError
 from finetune_trainer.export.beside import CompanionFiles
-from finetune_trainer.export.model_card import Kind
+from finetune_trainer.export.model_card import Kind, exported_step
 from finetune_trainer.export.publish import (
     files_of_export,
     open_staging,
@@ -176,7 +176,7 @@ class _Write:
             self.companions.write(kind, folder)
             for note in self.companions.notes(kind):
                 self.warn(note)
-            step = self.companions.progress.step
+            step = exported_step(self.companions.progress)
             publish(staged, output, step, self.fence, earlier_files=earlier_files, is_last=is_last)
         finally:
             shutil.rmtree(staged, ignore_errors=True)  # already gone after `publish`

@@ -92,6 +92,7 @@ class Telemetry:
         )
         self._changes: dict[str, Any] = {}  # of the progress, not yet applied
         self._total_steps: int | None = None
+        self._evaluated_losses: dict[int, float | None] = {}  # training loss by step
         self._is_compiling = False
         self._pending: deque[tuple[StepReport, float]] = deque()  # shared with other threads
         self._reported_at = float("-inf")
@@ -295,9 +296,24 @@ class Telemetry:
         if step == 0 and before is None:
             before = loss
         self._update(eval_loss=loss, eval_loss_before=before)
+        self._evaluated_losses[step] = self.progress.loss
         self._numbers.evaluated(loss)
         if self._board is not None:
             self._board.evaluation(step, {"eval/loss": loss})
+
+    def went_back(self, best: CheckpointRef) -> None:
+        """Report that the weights of an earlier step are exported, and their losses.
+
+        The training loss of a step before the last restart is not known.
+        """
+        self.log("went_back", step=best.step, eval_loss=best.eval_loss)
+        self._update(
+            exported_step=best.step,
+            loss=self._evaluated_losses.get(best.step),
+            eval_loss=best.eval_loss,
+        )
+        if best.eval_loss is not None:
+            self._numbers.evaluated(best.eval_loss)
 
     def checkpointed(self, checkpoint: CheckpointRef, *, best: CheckpointRef | None = None) -> None:
         """Report a committed checkpoint and the best one so far."""
