@@ -44,6 +44,7 @@ from support.launch.forked_ranks import Ranks, attempt, numbers
 from support.launch.launches import train_config
 from support.launch.tiny_run import write_inputs
 from support.model.every_family import tiny_settings
+from support.model.quantized_files import write_fp8
 
 # Rows and templates.
 
@@ -155,6 +156,38 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Models.
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_peft_1342_a_quantised_base_is_trained_with_adapters_or_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    model = write_inputs(tmp_path, hidden_size=128) / "model"
+    if kind == "fp8":
+        write_fp8(model)
+    else:
+        stored = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        AutoModelForCausalLM.from_pretrained(
+            model, quantization_config=stored, device_map={"": "cpu"}
+        ).save_pretrained(model)
+    alone: dict[str, Any] = {"world": {"nproc_per_node": 1}, "data": {"max_seq_len": 64}}
+    if kind == "nf4":
+        whole = Ranks(train_config(tmp_path / "full", model={"path": str(model)}, **alone))
+        assert whole.codes() == [ExitCode.CONFIG]
+        assert "is stored in nf4, whose weights cannot be trained" in whole.termination().message
+    config = train_config(
+        tmp_path,
+        method={"type": "lora", "lora": {"r": 2}},
+        training={"max_steps": 2, "global_batch_size": 4, "learning_rate": 1e-2},
+        output={"format": "both"},
+        **alone,
+    )
+    ranks = Ranks(config)
+    assert ranks.codes() == [0], ranks.termination().message
+    merged = Path(config.output.dir) / "merged"
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    dtypes = {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()}
+    assert dtypes == ({torch.bfloat16} if kind == "fp8" else {torch.float32})
 
 
 def test_trl_6617_text_for_a_model_that_also_sees_leaves_the_tower_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Record the files of this folder: run the code of the release, and store its files.
 
     python tests/release_0_1_0/record.py run     # two attempts of the trainer; 20 s
-    python tests/release_0_1_0/record.py refused # four killed attempts; 40 s
+    python tests/release_0_1_0/record.py refused # five killed attempts; 40 s
     python tests/release_0_1_0/record.py jobs    # needs KUBEBUILDER_ASSETS with controllers; 90 s
 
 The release is unpacked from git. A script of this folder, such as `record_run.py`, then runs with

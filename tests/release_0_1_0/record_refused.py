@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
 import finetune_trainer
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.failpoints import ENV_FAILPOINT
@@ -64,11 +66,23 @@ def cut_model(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def quantised_files(folder: Path) -> dict[str, Any]:
+    """The files of the base are quantised by bitsandbytes."""
+    model = folder / "model"
+    stored = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, quantization_config=stored, device_map={"": "cpu"}
+    )
+    loaded.save_pretrained(model)
+    return {}
+
+
 TRAITS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "left-out": left_out,
     "ended-twice": ended_twice,
     "split-files": split_files,
     "cut-model": cut_model,
+    "quantised-files": quantised_files,
 }
 
 

@@ -20,7 +20,6 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import (
     ExitCode,
     FailureClass,
-    ModelConfig,
     Phase,
     Termination,
     TrainConfig,
@@ -49,10 +48,17 @@ from finetune_trainer.model.families import resolve_packing
 from finetune_trainer.model.float8 import check_float8
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
 from finetune_trainer.model.isolation import check_isolation
-from finetune_trainer.model.load import is_loaded_once, load_device, load_model, load_tokenizer
+from finetune_trainer.model.load import (
+    is_loaded_once,
+    load_device,
+    load_model,
+    load_settings,
+    load_tokenizer,
+)
 from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
 from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
+from finetune_trainer.model.stored_quantization import resolve_stored_quantization
 from finetune_trainer.model.unreached import named, unreached_modules
 from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
@@ -96,16 +102,16 @@ def run(
     if world.rank == 0:
         check_replaceable(config)
     torch.set_num_threads(config.world.threads_per_process)
-    requested = config.model
+    requested = config
     checkpoint = recorded(config.checkpoint, config.job)
     refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
-    config = _resolve_config(config, world, telemetry, checkpoint)
+    config = _resolve_config(config, world, telemetry, checkpoint, refusals)
     strategy = create(config, world)
     data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    unreached = _unreached(config, dataset, checkpoint, warn_from_rank0)
+    unreached = _unreached(requested, config, dataset, checkpoint, warn_from_rank0)
     load = partial(_load, config, world, telemetry, dataset, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
@@ -180,11 +186,16 @@ def _free_memory(config: TrainConfig, world: World) -> int:
 
 
 def _resolve_config(
-    config: TrainConfig, world: World, telemetry: Telemetry, checkpoint: Fingerprint | None
+    config: TrainConfig,
+    world: World,
+    telemetry: Telemetry,
+    checkpoint: Fingerprint | None,
+    refusals: Refusals,
 ) -> TrainConfig:
     """Resolve the configuration for this model; this imports transformers."""
     config = pinned(config, world, checkpoint)
     with gc_paused():
+        config = resolve_stored_quantization(config, load_settings(config.model), refusals)
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
         # The length of unpacked rows is known only after tokenising.
         _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
@@ -378,6 +389,7 @@ def _store(
 
 
 def _unreached(
+    requested: TrainConfig,
     config: TrainConfig,
     dataset: TokenDataset,
     checkpoint: Fingerprint | None,
@@ -385,7 +397,7 @@ def _unreached(
 ) -> list[str]:
     """Return the modules to leave untrained; release 0.1.0 trained all of them."""
     unreached = unreached_modules(config.model, int(dataset.lengths.max()), warn)
-    if unreached and checkpoint is not None and checkpoint.method == _method_hash(config, []):
+    if unreached and checkpoint is not None and checkpoint.method == _method_hash(requested, []):
         warn(
             f"no text reaches {len(unreached)} modules of the model; this run has a checkpoint in "
             "which they are trained and continues to train them, but a new run would not"
@@ -394,13 +406,13 @@ def _unreached(
     return unreached
 
 
-def _method_hash(config: TrainConfig, unreached: list[str]) -> str:
-    text = config.method.model_dump_json() + "".join(f"\n{name}" for name in unreached)
+def _method_hash(requested: TrainConfig, unreached: list[str]) -> str:
+    text = requested.method.model_dump_json() + "".join(f"\n{name}" for name in unreached)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _fingerprint(
-    requested: ModelConfig,
+    requested: TrainConfig,
     config: TrainConfig,
     world: World,
     dataset: TokenDataset,
@@ -412,8 +424,8 @@ def _fingerprint(
     Only rank 0 compares and writes it.
     """
     return Fingerprint(
-        model=model_fingerprint(requested),
-        method=_method_hash(config, unreached),
+        model=model_fingerprint(requested.model),
+        method=_method_hash(requested, unreached),
         data=dataset.fingerprint,
         order=plan.fingerprint,
         weights=weights_fingerprint(config.model) if world.is_main else "",

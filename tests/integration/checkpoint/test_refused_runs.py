@@ -48,3 +48,12 @@ def test_a_run_that_has_a_checkpoint_continues_with_a_warning(
     warnings = Progress.read(Path(config.run_dir) / "progress.json").warnings
     assert any(WARNINGS[name] in sentence for sentence in warnings), warnings
     assert not any("the hash of the training data" in sentence for sentence in warnings)
+
+
+def test_lora_on_quantised_files_continues_as_it_began(stored: Path, tmp_path: Path) -> None:
+    config = config_of(stored, "quantised-files", tmp_path)
+
+    assert attempt(config) == [0]
+
+    assert [e["step"] for e in events(config) if e["event"] == "resumed"] == [4]
+    assert Progress.read(Path(config.run_dir) / "progress.json").step == 6

@@ -24,6 +24,11 @@ from finetune_trainer.model.quantize import (
     unquantized_warning,
     use_pure_products,
 )
+from finetune_trainer.model.stored_quantization import (
+    finish_dequantizing,
+    prepare_settings,
+    stored_kind,
+)
 from finetune_trainer.model.tokenizer_file import use_own_file
 from finetune_trainer.refusals import STRICT, Refusals
 
@@ -147,6 +152,9 @@ def load_model(
     advice = partial(about_weights, source.path)
     with explained(f"spec.model.source: the model of {source.path}", advice):
         _set_dropout(settings, config.training.dropout)
+        stored = stored_kind(settings)
+        if stored is not None:  # `resolve_stored_quantization` has decided that it can be loaded
+            quantization = prepare_settings(settings, dtype)
         if device.type == "meta":
             model = _without_weights(settings, dtype)
         else:
@@ -155,7 +163,7 @@ def load_model(
                 revision=source.revision or "main",
                 config=settings,
                 dtype=dtype,
-                quantization_config=quantization if quantises else None,
+                quantization_config=quantization if quantises or stored else None,
                 device_map={"": device},
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -163,10 +171,12 @@ def load_model(
                 output_loading_info=True,
             )
             refuse_random_weights(model, found, source.path)
-        if quantization is not None and (device.type == "meta" or not quantises):
+        if stored is not None:
+            finish_dequantizing(model, stored, dtype)
+        elif quantization is not None and (device.type == "meta" or not quantises):
             insert_unquantized_4bit_layers(model, quantization)
     use_pure_products(model)
-    if quantization is not None and (sentence := unquantized_warning(model)):
+    if config.method.quantization != "none" and (sentence := unquantized_warning(model)):
         refusals.warn(f"spec.method.quantization {config.method.quantization}: {sentence}")
     if source.add_tokens:
         _add_rows(model, new_token_ids(source))
