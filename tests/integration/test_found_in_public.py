@@ -4,17 +4,22 @@ A test bears the tracker and the number of its report. Relatives of each kind ar
 beside the code.
 """
 
+import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from finetune_operator.cli.conclusion import outcome_of
+from finetune_operator.cli.result import print_outcome
 from finetune_trainer.config import (
     DataConfig,
     DataFormat,
@@ -349,3 +354,28 @@ def test_early_stopping_reports_the_losses_of_the_exported_weights(tmp_path: Pat
     assert best < progress.step
     assert (progress.exported_step, progress.eval_loss) == (best, evaluations[best])
     assert f"trained for {best} steps" in (Path(config.output.dir) / "README.md").read_text()
+
+
+def test_peft_1381_a_folder_with_model_and_adapter_is_refused_for_what_it_is(
+    tmp_path: Path,
+) -> None:
+    base = tiny_model(tmp_path / "base")
+    config = export_config(base, tmp_path / "adapter")
+    exported(config)
+    shutil.copytree(tmp_path / "adapter", base, dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=r"^spec.model.source \S+ holds a model and an adapter"):
+        load_model(config, torch.device("cpu"))
+
+
+def test_transformers_45127_the_printed_lines_load_an_adapter_with_added_tokens(
+    tmp_path: Path,
+) -> None:
+    base = tiny_model(tmp_path / "base")
+    config = export_config(base, tmp_path / "output")
+    model = config.model.model_copy(update={"add_tokens": ("<|tool|>",)})
+    folder = exported(config.model_copy(update={"model": model}))
+    out = io.StringIO()
+    print_outcome(Console(file=out, width=60), outcome_of(folder, base, Progress()))
+    names: dict[str, Any] = {}
+    exec(out.getvalue().partition("Load it with:")[2].strip(), names)
+    assert names["model"].get_input_embeddings().weight.shape[0] == len(names["tokenizer"])

@@ -1,6 +1,10 @@
 """Print the end of a job that the user followed, and choose the exit code."""
 
+import json
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -98,6 +102,26 @@ def _outcome(target: Target, progress: Progress) -> Outcome:
     output, spec = target.folders.output, target.job.spec
     if spec.output.format is OutputFormat.BOTH:
         output = output / OutputFormat.ADAPTER.value
-    is_adapter = (output / "adapter_config.json").is_file()
-    base = target.base_folder if is_adapter else None
-    return Outcome(progress, output, is_adapter=is_adapter, base=base)
+    return outcome_of(output, target.base_folder, progress)
+
+
+def outcome_of(output: Path, base: Path | None, progress: Progress) -> Outcome:
+    """Return the outcome of a job that exported to the folder `output`.
+
+    `base` is the local folder of the base model; None if the base is on the hub.
+    """
+    adapter = output / "adapter_config.json"
+    if not adapter.is_file():
+        return Outcome(progress, output, is_adapter=False, base=None)
+    num_tokens = _num_tokens(json.loads(adapter.read_text()))
+    return Outcome(progress, output, is_adapter=True, base=base, num_tokens=num_tokens)
+
+
+def _num_tokens(settings: Mapping[str, Any]) -> int | None:
+    """Return the size of the vocabulary with the tokens that an adapter adds; None without any."""
+    found = settings.get("trainable_token_indices")
+    if not found:
+        return None
+    indices = found.values() if isinstance(found, dict) else [found]
+    largest: int = max(index for layer in indices for index in layer)
+    return largest + 1

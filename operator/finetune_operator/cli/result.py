@@ -21,30 +21,40 @@ class Outcome:
         model: Folder of the exported model.
         is_adapter: Whether the folder holds an adapter, which needs its base model.
         base: Local folder of the base model of an adapter; None if it is on the hub.
+        num_tokens: Size of the vocabulary with the tokens that an adapter adds; None without any.
     """
 
     progress: Progress
     model: Path
     is_adapter: bool
     base: Path | None
+    num_tokens: int | None = None
 
 
-def loading_lines(model: str, base: str | None) -> tuple[str, str, str]:
-    """Return three lines of Python that load the model and its tokenizer.
+def loading_lines(model: str, base: str | None, num_tokens: int | None = None) -> tuple[str, ...]:
+    """Return lines of Python that load the model and its tokenizer.
 
     An adapter of a hub model records the name of its base. An adapter of a local folder records
-    the public name of that base for other machines, so the lines name the folder.
+    the public name of that base for other machines, so the lines name the folder. transformers
+    cannot load an adapter with `num_tokens`, the size of a vocabulary with added tokens, so peft
+    does; a base with fewer rows is extended first.
     """
+    library = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})"
+    if num_tokens is not None and base is None:
+        auto = "AutoPeftModelForCausalLM"
+        load = f"model = {auto}.from_pretrained({_quoted(model)})"
+        return f"from peft import {auto}", "from transformers import AutoTokenizer", load, tokenizer
     if base is None:
         load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(model)})"
-    else:
-        load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(base)}); "
-        load += f"model.load_adapter({_quoted(model)})"
-    return (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        load,
-        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(model)})",
-    )
+        return library, load, tokenizer
+    load = f"model = AutoModelForCausalLM.from_pretrained({_quoted(base)})"
+    if num_tokens is None:
+        return library, f"{load}; model.load_adapter({_quoted(model)})", tokenizer
+    rows = f"max({num_tokens}, model.get_input_embeddings().num_embeddings)"
+    resize = f"model.resize_token_embeddings({rows}, mean_resizing=False)"
+    adapt = f"model = PeftModel.from_pretrained(model, {_quoted(model)})"
+    return "from peft import PeftModel", library, load, resize, adapt, tokenizer
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
@@ -57,7 +67,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         console.print(_sample_table(sample))
     console.print("\nLoad it with:\n")
     base = shown_path(outcome.base) if outcome.base else None
-    for line in loading_lines(shown_path(outcome.model), base):
+    for line in loading_lines(shown_path(outcome.model), base, outcome.num_tokens):
         # The lines are neither wrapped nor indented, so that they can be copied.
         console.print(Text(line), soft_wrap=True)
 

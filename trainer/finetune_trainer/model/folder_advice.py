@@ -1,7 +1,11 @@
-"""Suggest a remedy for a model folder that a library could not read, by its files."""
+"""Suggest a remedy for a model folder that cannot be used, by its files."""
 
 from collections.abc import Iterator
 from pathlib import Path
+
+from finetune_trainer.config import ModelConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.refusals import Refusals
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
@@ -24,6 +28,31 @@ def about_weights(path: str) -> str:
             "training the adapter set spec.method.lora.startFrom to its folder"
         )
     return "it has no model.safetensors; copy the weights there"
+
+
+def refuse_model_with_adapter(config: ModelConfig, refusals: Refusals) -> None:
+    """Refuse a new run on a base that holds an adapter beside its weights.
+
+    transformers would load the base that the adapter names, and the adapter into it.
+
+    Raises:
+        ConfigError: the run is new, and the folder or the repository has both.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    folder = Path(config.path)
+    if folder.is_dir() and not _first(folder, _WEIGHTS):
+        return
+    if find_adapter_config_file(config.path, revision=config.revision or "main") is None:
+        return
+    refusals.refuse(
+        ConfigError(
+            f"spec.model.source {config.path} holds a model and an adapter (adapter_config.json), "
+            "so it is not known which to train; move the adapter to another folder. To "
+            "continue training the adapter, set spec.model.source to its base and "
+            "spec.method.lora.startFrom to its folder; to train on top of it, merge it first"
+        )
+    )
 
 
 def about_tokenizer(path: str) -> str:

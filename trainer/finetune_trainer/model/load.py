@@ -17,7 +17,11 @@ from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.completeness import refuse_random_weights
-from finetune_trainer.model.folder_advice import about_tokenizer, about_weights
+from finetune_trainer.model.folder_advice import (
+    about_tokenizer,
+    about_weights,
+    refuse_model_with_adapter,
+)
 from finetune_trainer.model.quantize import (
     insert_unquantized_4bit_layers,
     quantization_config,
@@ -149,6 +153,7 @@ def load_model(
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
     settings = load_settings(source)
+    refuse_model_with_adapter(source, refusals)
     advice = partial(about_weights, source.path)
     with explained(f"spec.model.source: the model of {source.path}", advice):
         _set_dropout(settings, config.training.dropout)
