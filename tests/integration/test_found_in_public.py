@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -161,6 +161,27 @@ def test_hub_split_files_of_one_folder_are_not_all_trained_on(tmp_path: Path) ->
 
 
 # Models.
+
+
+def test_ms_swift_9802_a_head_for_several_tokens_is_exported(tmp_path: Path) -> None:
+    model = write_inputs(tmp_path) / "model"
+    head = {"mtp.layers.0.proj.weight": torch.rand(64, 64)}
+    file = model / "model.safetensors"
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        method={"type": "lora", "lora": {"r": 2}},
+        training={"max_steps": 2, "global_batch_size": 4, "learning_rate": 1e-2},
+        data={"max_seq_len": 64},
+    )
+    ranks = Ranks(config)
+    assert ranks.codes() == [0], ranks.termination().message
+    output = Path(config.output.dir)
+    index = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
+    written = load_file(output / index["mtp.layers.0.proj.weight"])
+    assert torch.equal(written["mtp.layers.0.proj.weight"], head["mtp.layers.0.proj.weight"])
+    assert "mtp (1 tensors)" in (output / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])

@@ -60,6 +60,7 @@ from finetune_trainer.model.positions import refuse_long_rows
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.model.stored_quantization import resolve_stored_quantization
 from finetune_trainer.model.unreached import named, unreached_modules
+from finetune_trainer.model.unread import check_unread, unread_tensors
 from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.profiling import record_memory_history
@@ -356,6 +357,8 @@ def _load(
     place = load_device(config, world.rank, world.device)
     with loading_model():
         base = load_model(config, place, refusals, quantises=not is_loaded_once(config))
+    if place.type != "meta":
+        check_unread(unread_tensors(config.model), config.model.path, refusals)
     torch.manual_seed(config.training.seed)  # same initial adapters on every rank
     if unreached:
         refusals.warn(

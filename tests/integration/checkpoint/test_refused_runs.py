@@ -17,6 +17,7 @@ RECORDED_IN = "/tmp/release-0.1.0"
 WARNINGS = {
     "left-out": r"turn 2 (tool) is left out by the chat template",
     "ended-twice": "some rows give other tokens now",
+    "cut-model": "has 1 layers, and its files have others (model.layers.1)",
     "split-files": "holds several splits (test.jsonl; train.jsonl; validation.jsonl)",
 }
 

@@ -203,9 +203,9 @@ def _steps(
 
 def meta_model(settings: Any, config: TrainConfig) -> Any:
     """Return the model that the trainer would load, on the meta device with real buffers."""
-    from finetune_trainer.model.load import _base_dtype, _without_weights
+    from finetune_trainer.model.load import _base_dtype, without_weights
 
-    model = _without_weights(settings, _base_dtype(config))
+    model = without_weights(settings, _base_dtype(config))
     return model.train()
 
 

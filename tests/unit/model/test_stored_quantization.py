@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.load import load_model, load_settings
 from finetune_trainer.model.stored_quantization import resolve_stored_quantization
+from finetune_trainer.model.unread import check_unread, unread_tensors
 from finetune_trainer.refusals import STRICT, Refusals
 from support.launch.launches import train_config
 from support.model.quantized_files import write_fp8, write_mxfp4
@@ -59,6 +61,7 @@ def test_fp8_and_mxfp4_are_dequantised_exactly(kind: str, precision: str, tmp_pa
     for name, tensor in exact.items():
         assert torch.equal(model.get_parameter(name), tensor.to(dtype)), name
     assert not hasattr(model.config, "quantization_config")
+    assert not unread_tensors(config.model).extra
     empty = load_model(config, torch.device("meta"))
     assert not hasattr(empty.config, "quantization_config")
 
@@ -75,6 +78,7 @@ def test_lora_on_files_of_bitsandbytes_is_qlora(
     assert (config.method.type, config.method.quantization) == ("qlora", kind)
     model = load_model(config, CPU)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == layer
+    assert not unread_tensors(config.model).extra
 
 
 @pytest.mark.parametrize(
@@ -123,3 +127,20 @@ def test_other_combinations_are_refused_in_a_new_run(
     assert resolved(config, Refusals(is_new=False, warn=warnings.append)) is config
     [warning] = warnings
     assert sentence in warning
+
+
+def test_heads_for_further_tokens_of_quantised_files_are_named_and_left_out(
+    tmp_path: Path,
+) -> None:
+    file = write_plain(tmp_path) / "model.safetensors"
+    head = {"mtp.proj.weight": torch.ones(128, 128)}
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
+    write_fp8(tmp_path / "model")
+    config = resolved(train_config(tmp_path, method=LORA))
+    unread = unread_tensors(config.model)
+    warnings: list[str] = []
+    check_unread(unread, "base", Refusals(is_new=True, warn=warnings.append))
+    [warning] = warnings
+    assert "contain mtp (2 tensors)" in warning
+    assert warning.endswith("a whole model is exported without them")
+    assert "left out, because the files of the base are quantised" in unread.notes(is_whole=True)[0]

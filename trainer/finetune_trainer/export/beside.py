@@ -16,6 +16,7 @@ from finetune_trainer.export.settings import complete_config, set_end_tokens
 from finetune_trainer.export.tokenizer import reader_notes, write_tokenizer
 from finetune_trainer.model.identity import model_folder
 from finetune_trainer.model.load import base_name
+from finetune_trainer.model.unread import Unread, unread_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,7 @@ class CompanionFiles:
         data_hash: Content hash of each training set; None if unknown.
         ends: End tokens of the exported model.
         base: Folder of the base model; None if it is gone.
+        unread: Tensors of the base that its class does not read; None if its files are gone.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -44,6 +46,7 @@ class CompanionFiles:
     data_hash: str | None
     ends: EndTokens
     base: Path | None
+    unread: Unread | None
 
     @classmethod
     def of(
@@ -81,11 +84,13 @@ class CompanionFiles:
             )
             base = None
         ends = EndTokens.of(model, tokenizer, stops)
-        return cls(tokenizer, config, progress, data_hash, ends, base)
+        unread = _unread_tensors(config, warn) if base is not None else None
+        return cls(tokenizer, config, progress, data_hash, ends, base, unread)
 
     def notes(self, kind: Kind) -> list[str]:
         """Return notes for users of this kind of export, one sentence each."""
-        return [*notes(self.config, kind), *self.ends.notes(kind)]
+        unread = self.unread.notes(kind == "model") if self.unread is not None else []
+        return [*notes(self.config, kind), *self.ends.notes(kind), *unread]
 
     def write(self, kind: Kind, folder: Path) -> None:
         """Write the files into `folder`, which already contains the weights.
@@ -107,3 +112,16 @@ class CompanionFiles:
         found = [*self.notes(kind), *reader_notes(folder)]
         facts = CardFacts(kind, base, public is not None, self.data_hash, found)
         (folder / "README.md").write_text(model_card(self.config, self.progress, facts))
+
+
+def _unread_tensors(config: TrainConfig, warn: Callable[[str], None]) -> Unread | None:
+    from safetensors import SafetensorError
+
+    try:
+        return unread_tensors(config.model)
+    except (OSError, SafetensorError) as error:
+        warn(
+            f"the weights of spec.model.source {config.model.path} cannot be read ({error}), so "
+            "the export lacks any tensors that its class does not read"
+        )
+        return None

@@ -25,6 +25,7 @@ from finetune_trainer.export.publish import (
     publish,
     refuse_foreign,
 )
+from finetune_trainer.export.unread import PROCESSOR_FILES, add_unread
 from finetune_trainer.model.load import base_name
 
 if TYPE_CHECKING:
@@ -48,7 +49,13 @@ _BESIDE = (
 )
 _PATTERNS: dict[Kind, tuple[str, ...]] = {
     "adapter": (*_BESIDE, ADAPTER_FILE, ADAPTER_CONFIG),
-    "model": (*_BESIDE, "config.json", "generation_config.json", "model*.safetensors*"),
+    "model": (
+        *_BESIDE,
+        "config.json",
+        "generation_config.json",
+        "model*.safetensors*",
+        PROCESSOR_FILES,
+    ),
 }
 
 
@@ -174,6 +181,9 @@ class _Write:
             else:
                 _write_model(self.model, folder, self.max_shard_bytes, config, self.warn)
             self.companions.write(kind, folder)
+            base, unread = self.companions.base, self.companions.unread
+            if kind == "model" and base is not None and unread is not None:
+                add_unread(folder, base, unread, self.max_shard_bytes)
             for note in self.companions.notes(kind):
                 self.warn(note)
             step = exported_step(self.companions.progress)

@@ -161,7 +161,7 @@ def load_model(
         if stored is not None:  # `resolve_stored_quantization` has decided that it can be loaded
             quantization = prepare_settings(settings, dtype)
         if device.type == "meta":
-            model = _without_weights(settings, dtype)
+            model = without_weights(settings, dtype)
         else:
             model, found = AutoModelForCausalLM.from_pretrained(
                 source.path,
@@ -189,7 +189,9 @@ def load_model(
     return model
 
 
-def _without_weights(settings: "PretrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
+def without_weights(
+    settings: "PretrainedConfig", dtype: "torch.dtype | None" = None
+) -> "PreTrainedModel":
     """Build the model with real buffers (rotary frequencies) and parameters on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
