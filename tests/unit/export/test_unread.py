@@ -95,6 +95,16 @@ def test_a_vision_tower_is_copied_and_the_architecture_stays(family: str, tmp_pa
     assert "copied unchanged from the base" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
+def test_a_base_with_a_tower_is_exported_in_its_dtype(family: str, tmp_path: Path) -> None:
+    base = base_of(family, tmp_path / "base", sees=True)
+    file = base / "model.safetensors"
+    narrow = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(narrow, file, metadata={"format": "pt"})
+    after = stored(exported(base, tmp_path / "output"))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+
+
 def test_the_head_for_further_tokens_is_copied(tmp_path: Path) -> None:
     base = base_of("llama", tmp_path / "base")
     add(base, mtp__fc__weight=torch.randn(4, 4).bfloat16(), mtp__norm__weight=torch.ones(4))

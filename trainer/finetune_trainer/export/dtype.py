@@ -77,7 +77,7 @@ def retained_update(
     Args:
         trained: fp32 weights by the names in which the model is saved.
         stored: Slices of the base's files by name, as safetensors returns them.
-        prefix: Prefix of the model's names that the files of some bases lack.
+        prefix: Prefix of the model's names that the files of some bases lack, or have in addition.
         dtype: Dtype to round to.
 
     Returns:
@@ -85,7 +85,8 @@ def retained_update(
     """
     product = square = 0.0
     for name, weight in trained.items():
-        part = stored.get(name, stored.get(name.removeprefix(f"{prefix}.")))
+        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        part = next((stored[one] for one in names if one in stored), None)
         if part is None or weight.ndim != len(part.get_shape()):
             return 0.0
         base = part[:].float()
