@@ -34,6 +34,7 @@ from finetune_trainer.data.formats import Conversation, read_example
 from finetune_trainer.data.source import Row, open_rows
 from finetune_trainer.errors import ConfigError, DataError
 from finetune_trainer.export import export
+from finetune_trainer.failpoints import ENV_FAILPOINT
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import load_model, load_tokenizer
 from finetune_trainer.refusals import Refusals
@@ -400,3 +401,35 @@ def test_transformers_45127_the_printed_lines_load_an_adapter_with_added_tokens(
     names: dict[str, Any] = {}
     exec(out.getvalue().partition("Load it with:")[2].strip(), names)
     assert names["model"].get_input_embeddings().weight.shape[0] == len(names["tokenizer"])
+
+
+def test_replaced_held_out_rows_restart_the_comparison(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    rows = tmp_path / "eval.jsonl"
+    config = train_config(
+        tmp_path,
+        world={"nproc_per_node": 1},
+        data={"eval": {"path": str(rows)}},
+        training={
+            "max_steps": 12,
+            "learning_rate": 3e-3,
+            "eval_every_steps": 2,
+            "early_stopping": {"patience": 1},
+        },
+        checkpoint={"every_steps": 2},
+    )
+    assert attempt(config, {ENV_FAILPOINT: "before-optimizer@8:rank=0"}) != [0]
+    harder = [
+        {**json.loads(line), "completion": "Zebra 9."} for line in rows.read_text().splitlines()
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in harder))
+    assert attempt(config) == [0]
+
+    progress = Progress.read(Path(config.run_dir) / "progress.json")
+    losses = numbers(config)["evaluations"]
+    assert losses[8] > losses[6], "a higher loss of other rows"
+    assert progress.step > 8
+    assert progress.best_checkpoint is not None
+    assert progress.best_checkpoint.step >= 8
+    assert progress.eval_loss_before is None
+    assert "the held-out rows have changed since the checkpoint of step 6" in progress.warnings[0]

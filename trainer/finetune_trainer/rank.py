@@ -144,7 +144,7 @@ def run(
         strategy=strategy,
         dataset=dataset,
         plan=plan,
-        store=_store(config, world, telemetry, fence, fingerprint),
+        store=_store(config, world, telemetry, fence, fingerprint, held_out),
         telemetry=telemetry,
         stop=stop,
         agreement=agreement,
@@ -375,6 +375,7 @@ def _store(
     telemetry: Telemetry,
     fence: Fence | None,
     fingerprint: Fingerprint,
+    held_out: TokenDataset | None,
 ) -> CheckpointStore:
     return CheckpointStore(
         config.checkpoint,
@@ -388,6 +389,7 @@ def _store(
         ranks_on_node=config.world.nproc_per_node,
         costs=telemetry.checkpoint_costs,
         waiting=world.waiting,
+        held_out=None if held_out is None else held_out.fingerprint,
     )
 
 

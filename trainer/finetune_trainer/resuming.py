@@ -47,11 +47,20 @@ def resume(run: Run) -> int:
             return 0
         run.strategy.load_state(state)
     notes = _Notes.model_validate(state["trainer"])
+    if is_other := run.store.has_other_held_out(manifest):
+        notes = notes.model_copy(update=dict.fromkeys(("eval_loss_before", "best_eval_loss")))
+        notes = notes.model_copy(update={"evaluations_since_best": 0})
+        if run.world.is_main:
+            run.telemetry.warn(
+                f"the held-out rows have changed since the checkpoint of step {manifest.step} "
+                "(spec.dataset.evalSource); earlier losses and the best checkpoint so far are not "
+                "compared with the new ones"
+            )
     run.patience.best, run.patience.misses = notes.best_eval_loss, notes.evaluations_since_best
     run.telemetry.resumed(
         manifest.step,
         eval_loss_before=notes.eval_loss_before,
-        eval_loss=manifest.eval_loss,
+        eval_loss=None if is_other else manifest.eval_loss,
         skipped_steps=notes.skipped_steps,
         samples=notes.samples,
     )

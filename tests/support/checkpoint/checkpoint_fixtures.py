@@ -49,7 +49,7 @@ def open_store(folder: Path, warnings: list[str] | None = None, **changes: Any) 
     warn = (warnings if warnings is not None else []).append
     own: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "warn": warn}
     own |= {"job": JOB, "fingerprint": FINGERPRINT, "costs": None, "shards": None}
-    own |= {"ranks_on_node": 1}
+    own |= {"ranks_on_node": 1, "held_out": None}
     arguments = {name: changes.pop(name, value) for name, value in own.items()}
     take_over = changes.pop("take_over", False)
     is_first = arguments["rank"] == 0

@@ -635,3 +635,61 @@ def test_without_checkpoints_one_that_is_there_is_still_started_from(tmp_path: P
     assert manifest is not None
     assert manifest.step == 7
     assert tensors_differ(state, make_state(7)) == []
+
+
+def test_losses_of_other_held_out_rows_are_not_compared(tmp_path: Path) -> None:
+    first = open_store(tmp_path, keep=1, held_out="some rows")
+    first.restore(make_state(0))
+    first.save(1, make_state(1), eval_loss=1.0)
+    first.save(2, make_state(2), eval_loss=2.0)
+    first.wait()
+    assert steps_in(tmp_path) == ["step-1", "step-2"], "the newest and the best"
+
+    other = open_store(tmp_path, keep=1, held_out="other rows")
+    manifest = other.restore(make_state(0))
+    assert manifest is not None
+    assert other.has_other_held_out(manifest)
+    assert other.best is None
+    other.save(3, make_state(3), eval_loss=5.0)
+    other.save(4, make_state(4), eval_loss=6.0)
+    other.wait()
+    assert other.best is not None
+    assert other.best.step == 3
+    assert steps_in(tmp_path) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        pytest.param("rows", "rows", id="the same rows"),
+        pytest.param(None, "rows", id="a checkpoint of release 0.1.0, or without held-out rows"),
+        pytest.param("rows", None, id="without held-out rows from now on"),
+    ],
+)
+def test_losses_are_compared_unless_other_rows_are_known(
+    tmp_path: Path, before: str | None, now: str | None
+) -> None:
+    first = open_store(tmp_path, held_out=before)
+    first.restore(make_state(0))
+    first.save(1, make_state(1), eval_loss=1.0)
+    first.wait()
+    second = open_store(tmp_path, held_out=now)
+    manifest = second.restore(make_state(0))
+    assert manifest is not None
+    assert not second.has_other_held_out(manifest)
+    assert second.best is not None
+
+
+def test_release_0_1_0_reads_a_checkpoint_with_held_out_rows(tmp_path: Path) -> None:
+    """Manifest and notes have no new field; a file that the manifest lists is only verified."""
+    store = open_store(tmp_path, held_out="rows")
+    store.restore(make_state(0))
+    store.save(1, make_state(1), eval_loss=1.0)
+    store.wait()
+    folder = step_path(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    known = "job step worldSize time fingerprint evalLoss files digest"
+    assert manifest.keys() == {*known.split()}
+    assert manifest["fingerprint"].keys() == {"model", "method", "data", "order"}
+    assert "held-out-rows.txt" in manifest["files"]
+    assert json.loads((folder / "trainer.json").read_text()) == make_state(1)["trainer"]

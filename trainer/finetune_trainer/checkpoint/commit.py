@@ -21,6 +21,11 @@ from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import remove_tree, sync
 
 MANIFEST = "manifest.json"
+HELD_OUT_FILE = "held-out-rows.txt"
+"""Fingerprint of the held-out rows.
+
+It is a file because earlier versions refuse unknown fields in manifest and notes, but no files.
+"""
 _STEP_FOLDER = re.compile(rf"step-(\d+)(?:\.{TAG})?")
 _OLD_LEFTOVER = re.compile(r"step-\d+\.tmp")  # of trainers without claims
 
@@ -89,6 +94,13 @@ class Manifest(ContractModel):
     eval_loss: float | None = None
     files: dict[str, FileDigest] = Field(description="By path relative to the folder.")
     digest: str = Field("", description="Hash of this record itself, without this field.")
+
+    def has_other_held_out(self, held_out: str | None) -> bool:
+        """Whether the run that wrote it evaluated other rows than `held_out`, if both are known."""
+        recorded = self.files.get(HELD_OUT_FILE)
+        if recorded is None or held_out is None:
+            return False
+        return recorded.sha256 != hashlib.sha256(held_out.encode()).hexdigest()
 
     def sealed(self) -> "Manifest":
         """Return this record with its own hash, which reveals a flipped bit in the record."""
@@ -297,19 +309,21 @@ def manifests(root: Path, lineage: Lineage | None = None) -> list[tuple[Path, Ma
     return found
 
 
-def ledger(root: Path, lineage: Lineage | None = None) -> list[CheckpointRef]:
+def ledger(
+    root: Path, lineage: Lineage | None = None, held_out: str | None = None
+) -> list[CheckpointRef]:
     """List the committed checkpoints in `root` like `manifests`, without their manifests."""
-    return [reference(folder, manifest) for folder, manifest in manifests(root, lineage)]
+    return [reference(folder, manifest, held_out) for folder, manifest in manifests(root, lineage)]
 
 
-def reference(folder: Path, manifest: Manifest) -> CheckpointRef:
-    """Return the ledger entry of one checkpoint."""
+def reference(folder: Path, manifest: Manifest, held_out: str | None = None) -> CheckpointRef:
+    """Return the ledger entry of one checkpoint; the loss of other held-out rows is omitted."""
     return CheckpointRef(
         step=manifest.step,
         path=str(folder),
         time=manifest.time,
         world_size=manifest.world_size,
-        eval_loss=manifest.eval_loss,
+        eval_loss=None if manifest.has_other_held_out(held_out) else manifest.eval_loss,
     )
 
 

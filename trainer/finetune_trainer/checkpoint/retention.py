@@ -20,16 +20,21 @@ def best(refs: Sequence[CheckpointRef]) -> CheckpointRef | None:
 
 
 def retire(
-    root: Path, keep: int, lineage: Lineage | None, may_delete: Callable[[], object]
+    root: Path,
+    keep: int,
+    lineage: Lineage | None,
+    may_delete: Callable[[], object],
+    held_out: str | None = None,
 ) -> None:
     """Delete every checkpoint in `root` that is neither among the newest `keep` nor the best.
 
-    `may_delete` is called before each deletion and raises if this process must exit.
+    `may_delete` is called before each deletion and raises if this process must exit. Losses of rows
+    other than `held_out` are not compared.
 
     Raises:
         OSError: a folder cannot be deleted.
     """
-    refs = ledger(root, lineage)
+    refs = ledger(root, lineage, held_out)
     kept = {ref.path for ref in refs[:keep]}
     winner = best(refs)
     if winner is not None:

@@ -33,6 +33,7 @@ def prepare_start(
     fence: Fence,
     warn: Callable[[str], None],
     confirm: Confirm,
+    held_out: str | None = None,
 ) -> Start:
     """Choose the starting checkpoint, and prepare the folder for the next ones.
 
@@ -46,6 +47,7 @@ def prepare_start(
         fence: Proves that this process owns `root`.
         warn: Receives a sentence for each anomaly that does not prevent the start.
         confirm: Returns files that need not be read here.
+        held_out: Fingerprint of the held-out rows, by which losses can be compared.
 
     Raises:
         ConfigError: the folder contains checkpoints of another job, or the checkpoint to start
@@ -67,7 +69,7 @@ def prepare_start(
             f"training starts from step {step}; later checkpoints in {root} are ignored: "
             f"{', '.join(later)}; delete them if they are not needed"
         )
-    refs = commit.ledger(root, lineage)
+    refs = commit.ledger(root, lineage, held_out)
     last = next((ref for ref in refs if ref.step == step), None)
     return Start(lineage, source, last, best(refs))
 

@@ -77,6 +77,7 @@ class CheckpointStore:
         ranks_on_node: int = 1,
         costs: CheckpointCosts | None = None,
         waiting: Waiting | None = None,
+        held_out: str | None = None,
     ) -> None:
         """Open the store; the first access to the disk is `restore`.
 
@@ -94,6 +95,7 @@ class CheckpointStore:
             ranks_on_node: Number of ranks that share the host's memory.
             costs: Records durations and sizes.
             waiting: Lets ranks wait for each other longer than the timeout of `group`.
+            held_out: Fingerprint of the held-out rows; only losses of the same rows are compared.
         """
         self.is_enabled = config.enabled
         self.last: CheckpointRef | None = None
@@ -108,6 +110,7 @@ class CheckpointStore:
         self._waiting = waiting
         self._job = job
         self._fingerprint = fingerprint
+        self._held_out = held_out
         self._fence = fence
         self._lineage: commit.Lineage | None = None
         self._warn = warn if rank == 0 else _drop
@@ -121,6 +124,7 @@ class CheckpointStore:
             group=group,
             waiting=waiting,
             fence=fence,
+            held_out=held_out,
         )
         self._costs = costs or CheckpointCosts(Block.private())
         self._blocked_seconds = 0.0  # of the save in flight
@@ -236,6 +240,10 @@ class CheckpointStore:
         self.load(folder, state)
         return manifest
 
+    def has_other_held_out(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is known to have other held-out rows than this run."""
+        return manifest.has_other_held_out(self._held_out)
+
     def load(self, folder: Path, state: State) -> None:
         """Read the committed checkpoint in `folder` into `state`, in place, on every rank.
 
@@ -300,7 +308,13 @@ class CheckpointStore:
         def choose(confirm: commit.Confirm) -> Start:
             assert self._fence is not None, "rank 0 has it"
             return prepare_start(
-                self._root, self._config, self._fingerprint, self._fence, self._warn, confirm
+                self._root,
+                self._config,
+                self._fingerprint,
+                self._fence,
+                self._warn,
+                confirm,
+                self._held_out,
             )
 
         try:

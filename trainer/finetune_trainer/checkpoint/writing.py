@@ -6,13 +6,13 @@ checkpoint, the previous checkpoints stay valid after a failure.
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank, on_rank_0
-from finetune_trainer.checkpoint.commit import Manifest
+from finetune_trainer.checkpoint.commit import HELD_OUT_FILE, Manifest
 from finetune_trainer.checkpoint.retention import retire
 from finetune_trainer.checkpoint.shards import Shards, State
 from finetune_trainer.claims.fence import Fence
@@ -51,6 +51,7 @@ class CheckpointWriter:
         group: "ProcessGroup | None",
         waiting: Waiting | None,
         fence: Fence | None,
+        held_out: str | None = None,
     ) -> None:
         """Take the arguments of `CheckpointStore`; `root` is the folder of all checkpoints."""
         self._root = root
@@ -60,6 +61,7 @@ class CheckpointWriter:
         self._group = group
         self._waiting = waiting
         self._fence = fence
+        self._held_out = held_out
 
     def write(
         self,
@@ -90,9 +92,12 @@ class CheckpointWriter:
         try:
             names = self._shards.write(copy, folder, self._group, step)
             failpoint("before-manifest", step)
-            self._on_rank_0(lambda: (folder / TRAINER_FILE).write_text(trainer))
+            texts = {TRAINER_FILE: trainer}
+            if self._held_out is not None:
+                texts[HELD_OUT_FILE] = self._held_out
+            self._on_rank_0(lambda: _write_texts(folder, texts))
             if self._rank == 0:
-                names.append(TRAINER_FILE)
+                names += texts
             files = self._digests(folder, names)
             manifest = draft.model_copy(update={"files": files})
             ref = self._on_rank_0(lambda: self._commit(folder, manifest))
@@ -134,16 +139,21 @@ class CheckpointWriter:
         commit.write_manifest(folder, manifest)
         failpoint("after-commit", manifest.step)
         self._checked_fence()
-        return commit.reference(folder, manifest)
+        return commit.reference(folder, manifest, self._held_out)
 
     def _retire(self, lineage: commit.Lineage | None) -> str | None:
         """Delete surplus checkpoints on rank 0; return a warning if that is impossible."""
         if self._rank == 0:
             try:
-                retire(self._root, self._keep, lineage, self._checked_fence)
+                retire(self._root, self._keep, lineage, self._checked_fence, self._held_out)
             except OSError as error:
                 return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
         return None
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
         return on_rank_0(self._group, self._rank, work, waiting=self._waiting)
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).write_text(text)
