@@ -29,7 +29,8 @@ def requirements(project: Mapping[str, object]) -> dict[str, list[str]]:
     extras = about["optional-dependencies"]
 
     def of(*names: str) -> list[str]:
-        return sorted({*about["dependencies"], *(one for name in names for one in extras[name])})
+        wanted = {*about["dependencies"], *(one for name in names for one in extras[name])}
+        return sorted(one for one in wanted if not one.startswith(f"{about['name']}["))
 
     trainer = of("trainer", "deepspeed", "qlora", "mlflow")
     torch = [one for one in trainer if re.match(r"torch\b", one)]
@@ -39,7 +40,7 @@ def requirements(project: Mapping[str, object]) -> dict[str, list[str]]:
         # setuptools builds deepspeed, which has no wheel.
         "trainer/torch.lock": [*torch, "setuptools"],
         "trainer/requirements.lock": trainer,
-        "trainer/gpu.lock": sorted({*trainer, *extras["gpu"]}),
+        "trainer/gpu.lock": of("trainer", "deepspeed", "qlora", "mlflow", "gpu"),
     }
 
 

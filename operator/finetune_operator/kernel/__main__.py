@@ -15,6 +15,8 @@ def main() -> None:
     """Run the operator until SIGTERM or SIGINT; exit code 1 if it cannot start."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    if sys.argv[1:]:
+        _read_arguments(sys.argv[1:])
     try:
         from finetune_operator.kernel.run import main as run
     except ModuleNotFoundError as error:
@@ -24,6 +26,25 @@ def main() -> None:
             raise
         sys.exit(message)
     run()
+
+
+def _read_arguments(arguments: list[str]) -> None:
+    """Print the usage or the version; there are no other arguments."""
+    import argparse
+
+    from finetune_operator import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="finetune-operator",
+        description="Run the operator in this process until SIGTERM or SIGINT.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    if {"-h", "--help"} & {*arguments}:
+        from finetune_operator.kernel.settings import usage
+
+        parser.epilog = usage()
+    parser.parse_args(arguments)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

