@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -138,6 +138,9 @@ release:  ## Join the images, push the chart, sign all and create the release (T
 format: install  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+wheel-check:  ## Install wheel and sdist as users do (needs uv; WHEEL_ARGS="--trainer torch==2.13.0" installs torch, too)
+	$(or $(wildcard $(BIN)/python),python3) tests/support/docs/wheel_check.py $(WHEEL_ARGS)
 
 crd: install  ## Generate crds/, the chart's files, install.yaml (by helm) and docs/reference
 	$(BIN)/ftctl crd --write crds

@@ -74,8 +74,7 @@ def doctor(
 ) -> None:
     """Show which packages are installed, which are missing, and the command that installs them.
 
-    With FILE, only packages that its job needs on this machine are missing; else those of a run
-    with LoRA.
+    With FILE, check what its job needs on this machine; else what a run with LoRA needs.
 
     With --azureml, check instead that the workspace, computes, environments and datastores of the
     profiles in a file exist in Azure, and that you may read them.
@@ -116,7 +115,7 @@ def _as_json(finding: Finding) -> dict[str, str]:
 
 
 def needed_extras(file: Path | None) -> frozenset[str]:
-    """Return the extras that a job needs where `ftctl` runs; without a file, those of a local run.
+    """Return the extras that a job needs where `ftctl` runs; without a file, of a local run.
 
     Raises:
         InvalidJobError: the manifest is refused.
