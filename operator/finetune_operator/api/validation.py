@@ -105,13 +105,18 @@ def check_start(job: FineTuneJob) -> list[Problem]:
 
 
 def load_job(
-    path: Path | str, *, backend: str | None = None, may_resume: bool = False
+    path: Path | str,
+    *,
+    backend: str | None = None,
+    default_backend: str | None = None,
+    may_resume: bool = False,
 ) -> tuple[FineTuneJob, Manifest]:
     """Read and check the only FineTuneJob in a file (`-` is standard input).
 
     Args:
         path: The file.
         backend: Replaces `spec.backend`, with the default settings of that backend.
+        default_backend: The backend of a manifest that names none, instead of the cluster's.
         may_resume: Omit the rules for a first attempt only, which `check_start` checks.
 
     Raises:
@@ -133,8 +138,10 @@ def load_job(
             ]
         )
     manifest = reading.manifests[0]
+    if backend is None and not names_backend(manifest):
+        backend = default_backend
     if backend is not None:
-        manifest = _with_backend(manifest, backend)
+        manifest = with_backend(manifest, backend)
     raise_errors(check_manifest(manifest, may_resume=may_resume))
     return job_of(manifest), manifest
 
@@ -166,7 +173,14 @@ def _not_in_status(findings: Iterable[Finding]) -> list[Finding]:
     return [found for found in findings if found.path[:1] != ("status",) or found.is_unknown]
 
 
-def _with_backend(manifest: Manifest, backend: str) -> Manifest:
+def names_backend(manifest: Manifest) -> bool:
+    """Whether a manifest has `spec.backend`."""
+    spec = manifest.value.get("spec")
+    return isinstance(spec, dict) and "backend" in spec
+
+
+def with_backend(manifest: Manifest, backend: str) -> Manifest:
+    """Return a manifest with another backend, which has its default settings."""
     spec = manifest.value.get("spec")
     if not isinstance(spec, dict):
         return manifest

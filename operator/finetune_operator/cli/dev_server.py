@@ -1,6 +1,7 @@
 """Run the API and the operator of `ftctl dev` in this process, from start to stop."""
 
 import asyncio
+import copy
 import logging
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -75,9 +76,18 @@ async def serve(folder: DevFolder, port: int, *, command: Sequence[str] = TRAINE
             await operator
 
 
+def _with_local_backend(definition: dict[str, Any]) -> dict[str, Any]:
+    """Return the CRD in which a job without `spec.backend` runs on this machine."""
+    changed = copy.deepcopy(definition)
+    for version in changed["spec"]["versions"]:
+        spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        spec["properties"]["backend"]["default"] = {"type": "local"}
+    return changed
+
+
 @asynccontextmanager
 async def _api(folder: DevFolder, port: int) -> AsyncIterator[None]:
-    definitions = (custom_resource_definition(), profile_definition())
+    definitions = (_with_local_backend(custom_resource_definition()), profile_definition())
     api = EmbeddedApi(definitions, port=port, state=folder.state)
     async with AsyncExitStack() as stack:
         try:

@@ -122,7 +122,7 @@ def needed_extras(file: Path | None) -> frozenset[str]:
     """
     if file is None:
         return frozenset({"trainer"})
-    job, _ = load_job(file)
+    job, _ = load_job(file, default_backend="local")
     spec = job.spec
     if spec.backend.type == "azureml":
         return frozenset({"azureml"})

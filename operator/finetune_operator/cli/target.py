@@ -96,7 +96,7 @@ def open_target(
 
     Args:
         file: The manifest; it may also hold the job's FineTuneProfile.
-        backend: Backend that replaces spec.backend.
+        backend: Backend that replaces spec.backend. Without it and spec.backend, it is local.
         profile: Another file with FineTuneProfiles.
         runs_here: Whether to refuse a backend that needs a cluster.
 
@@ -106,7 +106,7 @@ def open_target(
     """
     if backend is not None:
         registry.load(backend)  # an unknown name is refused before the manifest is read
-    job, manifest = load_job(file, backend=backend, may_resume=runs_here)
+    job, manifest = load_job(file, backend=backend, default_backend="local", may_resume=runs_here)
     kind = registry.load(job.spec.backend.type)
     if runs_here and not kind.runs_without_cluster:
         message = (

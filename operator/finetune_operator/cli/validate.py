@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +13,14 @@ from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import Problem, Severity, errors_of
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.api.validation import check_manifest, job_of
+from finetune_operator.api.validation import check_manifest, job_of, names_backend, with_backend
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
+
+DEFAULT_BACKEND = "aks"
+"""Backend of a manifest that names none, in a cluster."""
 
 
 class OutputFormat(StrEnum):
@@ -57,7 +60,7 @@ def validate(
     profiles = known_profiles(reading.profiles, problems)
     checked: list[Checked] = []
     for manifest in reading.manifests:
-        problems += _check(manifest, profiles, checked)
+        problems += _check(_with_backend(manifest), profiles, checked)
     problems += shared_folders(checked)
     if not reading.manifests and not reading.profiles and not errors_of(problems):
         problems.append(Problem("", f"no FineTuneJob in {', '.join(given)}"))
@@ -67,6 +70,31 @@ def validate(
         _print_text(reading.manifests, problems)
     if errors_of(problems):
         raise typer.Exit(1)
+
+
+def _with_backend(manifest: Manifest) -> Manifest:
+    """Return a manifest with the backend to check it for, with a note if it names none.
+
+    A file of this machine can only be read by the local backend.
+    """
+    if names_backend(manifest):
+        return manifest
+    is_local = any(value.startswith("file:") for value in _sources(manifest.value.get("spec")))
+    name = "local" if is_local else DEFAULT_BACKEND
+    typer.echo(f"{manifest.file}: no spec.backend; checked for {name}", err=True)
+    return with_backend(manifest, name)
+
+
+def _sources(value: Any) -> Iterator[str]:
+    """Yield the sources of data and models in a spec."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if isinstance(part, str) and key.lower().endswith("source"):
+                yield part
+            yield from _sources(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _sources(part)
 
 
 def _check(

@@ -141,7 +141,7 @@ def ftctl(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, folder: Path) -> None:
     dev = serve(attempt_1={"steps": 3, "step_seconds": 0.7})
-    dev.apply()
+    dev.apply(backend=None)
     done = dev.wait_for("Succeeded")
     assert condition(done, "Complete")["status"] == "True"
     assert done["status"]["artifacts"] == [f"file://{run_dir(folder)}/output"]

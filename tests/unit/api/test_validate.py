@@ -182,6 +182,40 @@ def test_giving_nothing_is_a_usage_error() -> None:
     assert ftctl()[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        pytest.param({}, "local", id="files of this machine"),
+        pytest.param({"dataset.source": "hf://a/rows"}, "local", id="only the model is a file"),
+        pytest.param(
+            {"dataset.source": "hf://a/rows", "model.source": "hf://a/model"}, "aks", id="hub"
+        ),
+    ],
+)
+def test_a_manifest_without_a_backend_is_checked_for_its_default(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    file = write(tmp_path, manifest(backend=None, **changes))
+
+    result = CliRunner().invoke(app, ["validate", str(file)])
+
+    assert result.stderr == f"{file}: no spec.backend; checked for {name}\n"
+    is_valid = name == "local"
+    assert (result.exit_code == 0) == is_valid, result.stdout
+
+
+@pytest.mark.parametrize("sources", ["file://./x", "hf://a/x"])
+def test_render_of_a_manifest_without_a_backend_is_for_this_machine(
+    tmp_path: Path, sources: str
+) -> None:
+    changes = {"dataset.source": sources, "model.source": sources}
+    file = write(tmp_path, manifest(backend=None, **changes))
+
+    result = CliRunner().invoke(app, ["render", str(file)])
+
+    assert result.stdout.startswith("# backend local, attempt 1"), result.stderr
+
+
 def test_a_backend_that_is_not_installed_is_named_with_those_that_are(tmp_path: Path) -> None:
     value = manifest(backend__type="slurm", model__source="hf://a/b", dataset__source="hf://a/c")
     code, out = ftctl(write(tmp_path, value))
