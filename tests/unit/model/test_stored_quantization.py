@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.export.merge import cast_copy
 from finetune_trainer.model.load import load_model, load_settings
 from finetune_trainer.model.stored_quantization import resolve_stored_quantization
 from finetune_trainer.model.unread import check_unread, unread_tensors
@@ -62,6 +63,10 @@ def test_fp8_and_mxfp4_are_dequantised_exactly(kind: str, precision: str, tmp_pa
         assert torch.equal(model.get_parameter(name), tensor.to(dtype)), name
     assert not hasattr(model.config, "quantization_config")
     assert not unread_tensors(config.model).extra
+    for saved in (model, cast_copy(model, torch.bfloat16)):  # as full fine-tuning exports it
+        saved.save_pretrained(tmp_path / "saved")
+        plain = type(model).from_pretrained(tmp_path / "saved", dtype=dtype)
+        assert all(torch.equal(p, plain.get_parameter(n)) for n, p in model.named_parameters())
     empty = load_model(config, torch.device("meta"))
     assert not hasattr(empty.config, "quantization_config")
 

@@ -115,8 +115,12 @@ def prepare_settings(settings: "PretrainedConfig", dtype: "torch.dtype") -> Any:
 
 
 def finish_dequantizing(model: "PreTrainedModel", kind: str, dtype: "torch.dtype") -> None:
-    """Cast a dequantised model, some of whose weights keep the dtype of the files, to `dtype`."""
+    """Cast a dequantised model, some of whose weights keep the dtype of the files, to `dtype`.
+
+    It is saved as a plain model, not quantised again.
+    """
     if kind in _DEQUANTISED:
         vars(model.config).pop("quantization_config", None)
+        model._weight_conversions = None
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
