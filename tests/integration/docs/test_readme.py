@@ -83,7 +83,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_shown_command_is_run_by_a_test_here() -> None:
     run = {shown.command for shown in [*FTCTL, *MAKE, *KUBECTL]}
-    assert {shown.command for shown in COMMANDS} == run
+    installing = {one.command for one in COMMANDS if one.command.startswith("uv tool install ")}
+    assert {shown.command for shown in COMMANDS} == run | installing  # `make wheel-check`
     assert "make run" in {shown.command for shown in MAKE}
     assert FTCTL
     assert KUBECTL

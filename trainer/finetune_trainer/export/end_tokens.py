@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from finetune_trainer.export.model_card import Kind
-from finetune_trainer.model.loss import base_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +75,8 @@ class EndTokens:
 
 def own_end_ids(model: "nn.Module") -> Ids:
     """Return the end tokens of generation with the base model."""
+    from finetune_trainer.model.loss import base_of
+
     base = base_of(model)
     own: Ids = getattr(base.generation_config, "eos_token_id", None)
     return base.config.get_text_config().eos_token_id if own is None else own
