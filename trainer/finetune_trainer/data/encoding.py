@@ -114,7 +114,7 @@ class RowEncoder:
             parts = [part for one in kept for part in self._label(one, tokens_of, row.where)]
             is_cut = any(map(is_not, kept, all_of_it))
             has_special_text = any(one.is_shielded for one in draft)
-            ends = [] if is_cut else [end for part in parts for end in part.stops]
+            ends = [end for part in parts for end in part.stops]
             stops = tuple(end for end in ends if end in self._ends)
             yield EncodedRow(tuple(parts), has_special_text, is_cut, stops)
 

@@ -16,8 +16,10 @@ from finetune_trainer.errors import DataError
 
 SPLIT_OF = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation", "heldout", "holdout"), "test"),
+    **dict.fromkeys(("validation", "validate", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(
+        ("test", "testing", "eval", "evaluate", "evaluation", "heldout", "holdout"), "test"
+    ),
 }
 FOREIGN = ("dataset_info", "dataset_infos", "metadata", "state")  # names without suffix
 EVAL = "spec.dataset.evalSource"
@@ -62,7 +64,7 @@ def _refuse_saved(folder: Path, entries: list[Path], field: str) -> None:
 
 
 def _refuse_foreign(folder: Path, files: list[Path], field: str) -> None:
-    foreign = [one for one in files if _stem(one) in FOREIGN]
+    foreign = [one for one in files if _stem(one).lower() in FOREIGN and _is_json_file(one)]
     rest = [one for one in files if one not in foreign]
     single = [one for one in rest if not _split(_stem(one)) and _is_one_object(one)]
     if len(single) < len(rest):  # otherwise each file may hold one row
@@ -92,13 +94,19 @@ def _refuse_splits(folder: Path, files: list[Path], entries: list[Path], field: 
         )
 
 
+def _is_json_file(file: Path) -> bool:
+    return (data_suffix(file.name) or "").removesuffix(".gz").removesuffix(".zst") == ".json"
+
+
 def _stem(file: Path) -> str:
-    return file.name.removesuffix(data_suffix(file.name) or "").lower()
+    return file.name.removesuffix(data_suffix(file.name) or "")
 
 
 def _split(name: str) -> str | None:
     """Return the split of a name, by its last word for one."""
-    words = [re.sub("(set|split|data)$", "", word) for word in re.split("[^a-z]+", name.lower())]
+    apart = re.sub("([a-z])([A-Z])", r"\1 \2", name).lower()
+    joined = re.sub("(held|hold)[-_ ]out", r"\1out", apart)
+    words = [re.sub("(set|split|data|s)$", "", word) for word in re.split("[^a-z]+", joined)]
     return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), None)
 
 
@@ -130,6 +138,8 @@ def _names(files: Iterable[Path]) -> str:
 
 
 def _data_files(folder: Path) -> list[Path]:
+    if not os.access(folder, os.R_OK | os.X_OK):  # such as lost+found of a volume
+        return []
     return [one for one in folder.iterdir() if is_data_file(one.name) and one.is_file()]
 
 

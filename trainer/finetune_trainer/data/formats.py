@@ -320,7 +320,7 @@ def _listed(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return value if isinstance(value, list) else None
 
@@ -330,7 +330,7 @@ def _move_call(message: Message, where: str) -> None:
     given = _from_json(message.pop(CALL, None), f"{where}: {CALL}")
     calls = given if isinstance(given, list) else [given]
     # Tables have nulls where only other rows have a call.
-    calls = [call for call in calls if call and call != dict.fromkeys(call)]
+    calls = [call for call in calls if call and not _is_empty(call)]
     if not calls:
         return
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -349,12 +349,17 @@ def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     return {**call, "arguments": _from_json(call["arguments"], f"{where}: arguments") or {}}
 
 
+def _is_empty(call: Any) -> bool:
+    """Whether a call has neither name nor arguments, as in rows of a table without a call."""
+    return isinstance(call, dict) and not any(call.values())
+
+
 def _from_json(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}; correct or delete the row") from error
 
 

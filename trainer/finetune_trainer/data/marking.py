@@ -8,7 +8,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 from finetune_trainer.data.formats import Message
-from finetune_trainer.data.special import FIRST_MARK, FIRST_SPECIAL
+from finetune_trainer.data.special import FIRST_MARK, FIRST_SPECIAL, SHIELD
 
 FIRST_OF_MESSAGES = FIRST_MARK + 0x800  # the marks before belong to a single turn
 
@@ -66,7 +66,7 @@ def mark_messages(messages: Sequence[Message]) -> tuple[list[Message], list[list
 def _num_texts(message: Message) -> int:
     """Return the number of texts by which a message is recognised."""
     if calls := message.get("tool_calls"):
-        return sum(isinstance(call.get("function", call).get("name"), str) for call in calls)
+        return sum(isinstance(_inner(call).get("name"), str) for call in calls)
     return bool(message["content"].strip())
 
 
@@ -74,11 +74,18 @@ def _mark_names(calls: list[dict[str, Any]], marks: Iterator[str]) -> list[dict[
     """Put a mark after the name of each call's function."""
     marked = []
     for call in calls:
-        inner = call.get("function", call)
+        inner = _inner(call)
         if isinstance(inner.get("name"), str):
             inner = {**inner, "name": inner["name"] + next(marks)}
-        marked.append({**call, "function": inner} if "function" in call else inner)
+        is_nested = isinstance(call.get("function"), dict)
+        marked.append({**call, "function": inner} if is_nested else inner)
     return marked
+
+
+def _inner(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a call, which may be the call itself."""
+    inner = call.get("function")
+    return inner if isinstance(inner, dict) else call
 
 
 def _mark_texts(turn: Message, marks: Iterator[str]) -> tuple[Message, dict[str, str]]:
@@ -134,6 +141,19 @@ def _mark_values(value: Any, mark: Any) -> Any:
     return mark(value) if isinstance(value, str) else value
 
 
+def without_numbers(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call in which a text that no row contains replaces each number and truth value."""
+    inner = _inner(call)
+    if not isinstance(inner.get("arguments"), dict):
+        return call
+    arguments = {
+        key: SHIELD if isinstance(value, int | float) else value
+        for key, value in inner["arguments"].items()
+    }
+    inner = {**inner, "arguments": arguments}
+    return {**call, "function": inner} if isinstance(call.get("function"), dict) else inner
+
+
 def legible(shown: str, marks: list[str]) -> str:
     """Restore marks that a template has printed as Python's `repr` escapes, within mappings."""
     for mark in marks:
@@ -143,6 +163,4 @@ def legible(shown: str, marks: list[str]) -> str:
 
 def without_marks(text: str, marks: list[str]) -> str:
     """Remove `marks` from a rendered text."""
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text
+    return text.translate(dict.fromkeys(map(ord, marks))) if marks else text

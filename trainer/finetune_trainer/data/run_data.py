@@ -42,11 +42,23 @@ def prepare_run(
         TrainerError: see `sequences.prepare`. The current rules refuse the data, and the earlier
             rules do not give the recorded tokens.
     """
-    refused: DataError | ConfigError | None = None
+    refused: Exception | None = None
     current = None
     try:
         current = prepare_with(config, tokenizer_of, Rules.CURRENT)
-    except (DataError, ConfigError) as error:
+    # Whatever the current rules cannot read must not stop a run that the earlier rules can.
+    except (
+        DataError,
+        ConfigError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:
+        if recorded is None:
+            raise
+        refused = error
+    except (ValueError, RecursionError) as error:
         if recorded is None:
             raise
         refused = error

@@ -114,15 +114,13 @@ class ChatTemplate:
         """
         begin, stop = self._own_ends
         changed = []
-        for place, message in enumerate(messages):
+        for message in messages:
             content = message["content"]
-            if not place and begin:
-                content = content.lstrip().removeprefix(begin) if begin in content else content
-            if message["role"] == "assistant" and stop and content.rstrip().endswith(stop):
+            while begin and content.lstrip().startswith(begin):
+                content = content.lstrip().removeprefix(begin)
+            while stop and content.rstrip().endswith(stop):
                 content = content.rstrip().removesuffix(stop)
-            changed.append(
-                message if content == message["content"] else {**message, "content": content}
-            )
+            changed.append({**message, "content": content})
         return tuple(changed)
 
     @cached_property
@@ -189,9 +187,10 @@ def _with_arguments_as_text(message: Message) -> Message:
 
     def changed(call: Any) -> Any:
         inner = call.get("function", call)
-        if not isinstance(inner, dict) or not isinstance(inner.get("arguments"), dict):
+        arguments = inner.get("arguments") or {} if isinstance(inner, dict) else None
+        if not isinstance(arguments, dict):
             return call
-        text = json.dumps(inner["arguments"], ensure_ascii=False)
+        text = json.dumps(arguments, ensure_ascii=False)
         inner = {**inner, "arguments": text}
         return {**call, "function": inner} if "function" in call else inner
 

@@ -16,6 +16,7 @@ from finetune_trainer.data.marking import (
     mark_messages,
     mark_turn,
     without_marks,
+    without_numbers,
 )
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.special import (
@@ -110,7 +111,6 @@ class _Finder:
         self._template = template
         self._where = where
         self._rules = rules
-        self._last = max(conversation.learned, default=None)
         self._messages, self._tools = conversation.messages, conversation.tools
         if control is None and rules is not Rules.RELEASE_0_1_0:
             self._messages = template.without_own_ends(self._messages)
@@ -227,13 +227,15 @@ class _Finder:
         marked, mark_of, marks_of_calls = mark_turn(message)
         every = [*mark_of.values(), *marks_of_calls]
         shown = None
-        if turn == self._last and self._rules is not Rules.RELEASE_0_1_0:
+        if self._rules is not Rules.RELEASE_0_1_0:
             shown = self._with_all_marks(turn, marked, every, text)
         if shown is None:
             shown = legible(
                 self._template.render((*self._messages[:turn], marked), self._tools, where), every
             )
-        if any(mark not in shown for mark in marks_of_calls):
+        if any(mark not in shown for mark in marks_of_calls) or (
+            self._rules is not Rules.RELEASE_0_1_0 and self._lacks_arguments(turn, text)
+        ):
             raise DataError(_left_out(self._where, "tool_calls"))
         for name, mark in mark_of.items():
             if mark not in shown and name != "content":
@@ -245,6 +247,19 @@ class _Finder:
             raise DataError(_changed(where, "content", message["content"]))
         ends = [len(without_marks(shown.split(mark)[0], every)) for mark in mark_of.values()]
         return max(ends) if ends and not message.get("tool_calls") else None
+
+    def _lacks_arguments(self, turn: int, text: str) -> bool:
+        """Whether the template leaves out all numbers of the calls, which have no marks."""
+        message = self._messages[turn]
+        calls = message.get("tool_calls") or []
+        changed = [without_numbers(call) for call in calls]
+        if changed == calls:
+            return False
+        without = (*self._messages[:turn], {**message, "tool_calls": changed})
+        try:
+            return self._template.render(without, self._tools, self._where) == text
+        except DataError:
+            return False  # the template reads the numbers
 
     def _with_all_marks(
         self, turn: int, marked: Message, every: list[str], text: str

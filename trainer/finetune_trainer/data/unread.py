@@ -21,8 +21,10 @@ COLUMNS = frozenset(
     {
         *("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "history"),
         *("chosen", "rejected", "rejected_response", "kto_tag", "refusal"),
-        *("system", "system_prompt", "chat_template_kwargs"),
-        *("tools", "functions", "function_call", "tool_calls"),
+        *("chat_history", "conversation_history"),
+        *("system", "system_prompt", "system_message", "systemPrompt", "chat_template_kwargs"),
+        *("tools", "functions", "function_call", "tool_calls", "tool_definitions"),
+        *("available_tools",),
         *masks.OF_ROW,
         *(masks.AMBIGUOUS, "assistant_masks", "completion_mask"),
         *THOUGHTS,
@@ -36,9 +38,16 @@ KEYS = frozenset(
     }
 )
 """Keys of a turn; the texts that a template drops are refused elsewhere (`turns`)."""
+_READ = frozenset(
+    {
+        *("role", "from", "content", "value", "name", "tool_call_id", "tool_calls"),
+        *("function_call", masks.AMBIGUOUS, *masks.OF_ROW, *THOUGHTS[:3]),
+    }
+)
+"""Keys of a turn that the trainer or every template reads."""
 
 
-def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str]:
+def unread_fields(row: Row, config: DataConfig, template: str | dict[str, str] | None) -> set[str]:
     """Return the names of such columns, and of keys of turns that the chat template does not read.
 
     Raises:
@@ -48,6 +57,7 @@ def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str
     if isinstance(row.values.get(PREFERENCE), bool):
         names.add(PREFERENCE)
     is_chat = config.format is DataFormat.CHAT
+    text = "\n".join(template.values()) if isinstance(template, dict) else template or ""
     # Most rows have one such column, the turns, so that they need not be read again.
     is_usual = is_chat and config.columns.messages is None and len(names) == 1
     if names and not (is_usual and names <= {"messages", "conversations"}):
@@ -56,8 +66,8 @@ def unread_fields(row: Row, config: DataConfig, template: str | None) -> set[str
         names = set()
     if is_chat:
         for turn in _turns(row, config):
-            for key in KEYS.intersection(turn):
-                if _is_filled(turn[key]) and key not in _read_by(template or ""):
+            for key, value in turn.items():
+                if key not in _READ and _carries(key, value) and not _is_read(key, text):
                     names.add(key)
     return names
 
@@ -76,7 +86,14 @@ def _is_filled(value: Any) -> bool:
     return value is not None and value not in ("", [], {})
 
 
+def _carries(key: str, value: Any) -> bool:
+    """Whether a key of a turn may be a mask, tools, calls or thoughts."""
+    return (isinstance(value, bool | list | dict) and bool(value != [] and value != {})) or (
+        key in KEYS and _is_filled(value)
+    )
+
+
 @cache
-def _read_by(template: str) -> frozenset[str]:
-    """Return the keys that a template names as an attribute or in quotes."""
-    return frozenset(key for key in KEYS if re.search(rf"""[.'"]{key}\b""", template))
+def _is_read(key: str, template: str) -> bool:
+    """Whether a template names a key as an attribute or in quotes."""
+    return re.search(rf"""[.'"]{re.escape(key)}\b""", template) is not None
