@@ -11,11 +11,14 @@ _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 BLOCK = 128  # both sides of a block of fp8 with one scale
 
 
-def write_fp8(folder: Path) -> dict[str, Tensor]:
-    """Replace linear weights by fp8 and scales, as DeepSeek-V3 has them; return exact values."""
+def write_fp8(folder: Path, plain: str = "lm_head") -> dict[str, Tensor]:
+    """Replace linear weights by fp8 and scales, as DeepSeek-V3 has them; return exact values.
+
+    Weights with `plain` in their name stay in bfloat16.
+    """
     stored, exact = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if tensor.ndim != 2 or "embed" in name or "lm_head" in name:
+        if tensor.ndim != 2 or any(part in name for part in ("embed", "lm_head", plain)):
             stored[name] = tensor.bfloat16()
             exact[name] = stored[name].float()
             continue

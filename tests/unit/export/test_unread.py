@@ -10,17 +10,23 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+)
 
 from finetune_trainer.config import ModelConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.export import export
-from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.model.load import load_settings, load_tokenizer
+from finetune_trainer.model.stored_quantization import resolve_stored_quantization
 from finetune_trainer.model.unread import check_unread, unread_tensors
-from finetune_trainer.refusals import Refusals
+from finetune_trainer.refusals import STRICT, Refusals
 from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from support.data.text_fixtures import VOCAB_SIZE, tiny_tokenizer
 from support.model.every_family import tiny_settings
+from support.model.quantized_files import write_fp8
 
 NO_WARNINGS = Refusals(is_new=True, warn=pytest.fail)
 
@@ -103,6 +109,40 @@ def test_a_base_with_a_tower_is_exported_in_its_dtype(family: str, tmp_path: Pat
     save_file(narrow, file, metadata={"format": "pt"})
     after = stored(exported(base, tmp_path / "output"))
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+
+
+def quantise(base: Path, kind: str) -> None:
+    """Quantise a model with a tower as it is published: fp8 without the tower, nf4 with it."""
+    if kind == "fp8":
+        write_fp8(base, plain="visual")
+        return
+    stored = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForImageTextToText.from_pretrained(
+        base, quantization_config=stored, device_map={"": "cpu"}
+    ).save_pretrained(base)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("fp8", "qwen3_5"), ("fp8", "qwen3_5_moe"), ("nf4", "qwen3_5")]
+)
+def test_a_quantised_base_with_a_tower_is_read_by_the_class_that_its_export_names(
+    kind: str, family: str, tmp_path: Path
+) -> None:
+    base = base_of(family, tmp_path / "base", sees=True)
+    names = stored(base).keys()
+    quantise(base, kind)
+    config = export_config(base, tmp_path / "output", format="merged")
+    config = resolve_stored_quantization(config, load_settings(config.model), STRICT)
+    model, tokenizer = trained_model(config), load_tokenizer(config.model)
+    fence = output_fence(config)
+    [folder] = export(model, tokenizer, config, fence=fence, progress=PROGRESS, warn=print)
+    [written] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    whole = AutoModelForImageTextToText if kind == "fp8" else AutoModelForCausalLM
+    read, found = whole.from_pretrained(folder, output_loading_info=True)
+    assert type(read).__name__ == written
+    assert not any(found.values())
+    if kind == "fp8":
+        assert stored(Path(folder)).keys() == names
 
 
 def test_the_head_for_further_tokens_is_copied(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.export.merge import cast_copy
 from finetune_trainer.model.load import load_model, load_settings
+from finetune_trainer.model.quantize import unquantized_warning
 from finetune_trainer.model.stored_quantization import resolve_stored_quantization
 from finetune_trainer.model.unread import check_unread, unread_tensors
 from finetune_trainer.refusals import STRICT, Refusals
 from support.launch.launches import train_config
+from support.model.every_family import tiny_settings
 from support.model.quantized_files import write_fp8, write_mxfp4
 
 CPU = torch.device("cpu")
@@ -134,6 +136,15 @@ def test_other_combinations_are_refused_in_a_new_run(
     assert sentence in warning
 
 
+@pytest.mark.parametrize("leaf", ["activation_scale", "scale", "qscale_weight"])
+def test_scales_of_other_names_belong_to_their_weight(leaf: str, tmp_path: Path) -> None:
+    write_fp8(write_plain(tmp_path))
+    file = tmp_path / "model" / "model.safetensors"
+    scale = {f"model.layers.0.mlp.up_proj.{leaf}": torch.ones(1)}
+    save_file(load_file(file) | scale, file, metadata={"format": "pt"})
+    assert not unread_tensors(train_config(tmp_path).model).extra
+
+
 def test_heads_for_further_tokens_of_quantised_files_are_named_and_left_out(
     tmp_path: Path,
 ) -> None:
@@ -148,4 +159,16 @@ def test_heads_for_further_tokens_of_quantised_files_are_named_and_left_out(
     [warning] = warnings
     assert "contain mtp (2 tensors)" in warning
     assert warning.endswith("a whole model is exported without them")
-    assert "left out, because the files of the base are quantised" in unread.notes(is_whole=True)[0]
+    assert "left out, because they are quantised in the files" in unread.notes(is_whole=True)[0]
+
+
+@pytest.mark.parametrize("family", ["dbrx", "mixtral", "qwen3_moe", "llama"])
+def test_experts_that_stay_wide_are_found_in_every_layout(family: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny_settings(family))
+    warning = unquantized_warning(model)
+    if family == "llama":
+        assert warning is None
+        return
+    names = [name for name, _ in model.named_parameters() if "experts" in name]
+    assert warning is not None
+    assert f"({names[0]} and {len(names) - 1} more)" in warning

@@ -158,8 +158,7 @@ def rebuilt(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
     )
     plain.tie_weights()  # construction on the meta device unties them
     plain.generation_config = base.generation_config
-    if not getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False):
-        plain._weight_conversions = getattr(base, "_weight_conversions", None)  # names in the files
+    plain._weight_conversions = getattr(base, "_weight_conversions", None)  # the names in its files
     return plain
 
 

@@ -32,12 +32,14 @@ def add_unread(folder: Path, base: Path, unread: Unread, max_shard_bytes: int) -
     """
     for path in base.glob(PROCESSOR_FILES):
         shutil.copyfile(path, folder / path.name)
+    if unread.is_quantised:
+        return
     is_part = restore_architecture(folder / "config.json", base / "config.json")
     shards = sorted(folder.glob("model*.safetensors"))
     if is_part:
         for shard in shards:
             _rename(shard, unread)
-    if unread.extra and not unread.is_quantised:
+    if unread.extra:
         for number, tensors in enumerate(_parts(unread.extra, max_shard_bytes)):
             shards.append(folder / f"model-unread-{number}.safetensors")
             _save(tensors, shards[-1])

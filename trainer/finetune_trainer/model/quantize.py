@@ -74,7 +74,7 @@ def unquantized_warning(model: "PreTrainedModel") -> str | None:
     """Return a warning if matrices beside embeddings and head are not quantised.
 
     bitsandbytes quantises linear layers only. Many families stack the weights of their experts in
-    parameters of their own, which are most of the model.
+    parameters of their own, which are most of the model; DBRX stacks them in two dimensions.
     """
     from torch import nn
 
@@ -84,7 +84,7 @@ def unquantized_warning(model: "PreTrainedModel") -> str | None:
         for name, module in model.named_modules()
         if not isinstance(module, plain)
         for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim > 2
+        if parameter.ndim > 2 or (parameter.ndim == 2 and "experts" in name)
     }
     if not wide:
         return None
@@ -92,8 +92,8 @@ def unquantized_warning(model: "PreTrainedModel") -> str | None:
     dtype = str(model.get_parameter(first).dtype).removeprefix("torch.")
     return (
         f"{sum(wide.values()) / 2**30:.3g} GiB of the model stay {dtype}, because bitsandbytes "
-        f"does not quantise stacked experts ({first} and {len(more)} more); the memory check "
-        "counts them"
+        f"quantises linear layers only, and no stacked experts ({first} and {len(more)} more); the "
+        "memory check counts them"
     )
 
 

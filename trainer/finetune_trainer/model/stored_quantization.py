@@ -117,10 +117,27 @@ def prepare_settings(settings: "PretrainedConfig", dtype: "torch.dtype") -> Any:
 def finish_dequantizing(model: "PreTrainedModel", kind: str, dtype: "torch.dtype") -> None:
     """Cast a dequantised model, some of whose weights keep the dtype of the files, to `dtype`.
 
-    It is saved as a plain model, not quantised again.
+    A model of any kind is saved as a plain model, under the names of its files.
     """
+    _drop_quantised_names(model)
     if kind in _DEQUANTISED:
         vars(model.config).pop("quantization_config", None)
-        model._weight_conversions = None
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+
+
+def _drop_quantised_names(model: "PreTrainedModel") -> None:
+    """Drop the conversions that would quantise the model again when it is saved.
+
+    The prefix that the names in the files have stays.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    used = getattr(model, "_weight_conversions", None) or ()
+    prefixes = [one.source_patterns for one in used if isinstance(one, PrefixChange)]
+    model._weight_conversions = [
+        one
+        for one in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(one, PrefixChange) or one.source_patterns in prefixes
+    ]

@@ -24,10 +24,12 @@ _COMPUTED = re.compile(r"(inv_freq|position_ids|attn\.(masked_)?bias|attention\.
 _OF_NEXT_TOKEN = ("eh_proj", "enorm", "hnorm")
 """Parts of a layer that predicts a further token, in DeepSeek-V3, GLM-4.5 and their descendants."""
 _OF_QUANTISED = re.compile(
+    r"(?P<layer>.+)\.(SCB|weight_format|input_scale|activation_scale|scale|qscale_weight)$|"
     r"(?P<weight>.+?)(_blocks|_scales|_scale_inv|_scale|\.(absmax|quant_map|nested_absmax|"
-    r"nested_quant_map|quant_state\..+))$|(?P<layer>.+)\.(SCB|weight_format|input_scale)$"
+    r"nested_quant_map|quant_state\..+))$"
 )
 """Names beside a quantised weight, or beside the weight of a layer."""
+_PLAIN = ("BF16", "F16", "F32", "F64")
 _MOST_NAMED = 3
 
 
@@ -44,7 +46,7 @@ class Unread:
         layers: Number of decoder layers by `config.json`.
         layers_field: Field of `config.json` with that number.
         beyond: Names of decoder layers that the files have beyond them.
-        is_quantised: Whether the files are quantised, so `extra` cannot be copied.
+        is_quantised: Whether `extra` has quantised tensors, so it cannot be copied.
     """
 
     reader: str
@@ -70,7 +72,7 @@ class Unread:
             return []
         what = "copied unchanged from the base" if is_whole else "not part of the adapter"
         if is_whole and self.is_quantised:
-            what = "left out, because the files of the base are quantised"
+            what = "left out, because they are quantised in the files of the base"
         return [
             f"{self.reader}, the class that was trained, does not read {self.description}; "
             f"these weights were not trained and are {what}"
@@ -107,7 +109,7 @@ def unread_tensors(config: ModelConfig) -> Unread:
         layers=max(_layer_lists(model).values(), default=0),
         layers_field=settings.attribute_map.get("num_hidden_layers", "num_hidden_layers"),
         beyond=tuple(beyond),
-        is_quantised=is_quantised,
+        is_quantised=is_quantised and not _are_plain(extra),
     )
 
 
@@ -149,6 +151,16 @@ def _names_in(file: Path) -> list[str]:
 
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
+
+
+def _are_plain(tensors: Mapping[str, Path]) -> bool:
+    from safetensors import safe_open
+
+    for name, file in tensors.items():
+        with safe_open(file, framework="pt") as opened:
+            if opened.get_slice(name).get_dtype() not in _PLAIN:
+                return False
+    return True
 
 
 def _own_names(names: Iterable[str], model: Any) -> dict[str, str]:
