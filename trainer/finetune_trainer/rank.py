@@ -112,7 +112,8 @@ def run(
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
-    unreached = _unreached(requested, config, dataset, checkpoint, warn_from_rank0)
+    is_old = checkpoint is not None and checkpoint.method == _method_hash(requested, [])
+    unreached = _unreached(config, dataset, agreement.any(is_old), warn_from_rank0)
     load = partial(_load, config, world, telemetry, dataset, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
@@ -394,15 +395,11 @@ def _store(
 
 
 def _unreached(
-    requested: TrainConfig,
-    config: TrainConfig,
-    dataset: TokenDataset,
-    checkpoint: Fingerprint | None,
-    warn: Callable[[str], None],
+    config: TrainConfig, dataset: TokenDataset, is_old: bool, warn: Callable[[str], None]
 ) -> list[str]:
-    """Return the modules to leave untrained; release 0.1.0 trained all of them."""
+    """Return the modules to leave untrained; the method of an old checkpoint trains them."""
     unreached = unreached_modules(config.model, int(dataset.lengths.max()), warn)
-    if unreached and checkpoint is not None and checkpoint.method == _method_hash(requested, []):
+    if unreached and is_old:
         warn(
             f"no text reaches {len(unreached)} modules of the model; this run has a checkpoint in "
             "which they are trained and continues to train them, but a new run would not"

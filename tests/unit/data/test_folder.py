@@ -116,6 +116,18 @@ def test_other_folders_beside_files_are_not_read(folder: Path) -> None:
     assert files_of(folder, names) == ["train.jsonl"]
 
 
+def test_rows_may_be_in_a_file_named_metadata(folder: Path) -> None:
+    assert files_of(folder, rows_in("metadata.jsonl")) == ["metadata.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["held_out", "hold-out", "tests", "evals", "evaluate", "validate", "testA", "myTest"],
+)
+def test_other_spellings_of_held_out_files_are_splits(folder: Path, name: str) -> None:
+    assert "several splits" in refusal(folder, rows_in("train.jsonl", f"{name}.jsonl"))
+
+
 def test_the_folders_of_the_splits_are_named_of_a_folder_without_files(folder: Path) -> None:
     with pytest.raises(DataError, match=r"file itself, only test/, train/ does; name the folder"):
         files_of(folder, rows_in("train/0.jsonl", "test/0.jsonl", "docs/README.md"))

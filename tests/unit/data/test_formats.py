@@ -282,6 +282,14 @@ def test_unread_turns_masks_and_tools_are_one_warning_with_counts(tmp_path: Path
         pytest.param({"text": "a", "messages": [REPLY]}, {"format": "text"}, "messages", id="t"),
         pytest.param(replied() | {"weight": 0.5}, {}, "weight", id="half a weight"),
         pytest.param(replied(refusal="No."), {}, "refusal", id="refusal"),
+        pytest.param(replied(trainable=False), {}, "trainable", id="another mask"),
+        pytest.param(replied(function_calls=[{"name": "f"}]), {}, "function_calls", id="calls"),
+        pytest.param(
+            {"messages": [{"role": "system", "content": "a", "tools": [WEATHER]}, QUESTION, REPLY]},
+            {},
+            "tools",
+            id="tools of a turn",
+        ),
         pytest.param({"prompt": "a", "completion": "b", "label": False}, {}, "label", id="label"),
         pytest.param(replied() | {"images": ["a.png"]}, {}, "images", id="images"),
         pytest.param(replied() | {"functions": ["f"]}, {}, "functions", id="names of functions"),
@@ -311,6 +319,17 @@ def test_what_is_read_or_empty_is_not_warned_of(tmp_path: Path) -> None:
         replied() | {"label": 3},
     ]
     assert warnings(tmp_path, rows, template) == []
+
+
+@pytest.mark.parametrize("call", [{"name": "", "arguments": ""}, {"name": None}, {}])
+def test_an_empty_call_of_a_table_is_no_call(call: dict[str, Any]) -> None:
+    assert "tool_calls" not in read(replied(function_call=call)).messages[-1]
+
+
+@pytest.mark.parametrize("call", [True, 3, float("nan"), "[" * 5_000])
+def test_a_call_of_another_type_is_refused(call: Any) -> None:
+    with pytest.raises(DataError, match="function_call"):
+        read(replied(function_call=call))
 
 
 def test_a_run_with_a_checkpoint_learns_what_it_learned_before(tmp_path: Path) -> None:

@@ -72,6 +72,40 @@ def test_a_message_that_the_template_leaves_out_is_refused(
         texts(tmp_path, template, {"messages": messages})
 
 
+def test_a_message_that_only_a_later_question_shows_is_refused(tmp_path: Path) -> None:
+    template = CHATML_TEMPLATE.replace(
+        "{% for message in messages %}",
+        "{% for message in messages if message.role != 'tool' or messages[-1].content == 'Bye.' %}",
+    )
+    bye = {"role": "assistant", "content": "Bye."}
+    row = {"messages": [ASKED, RESULT, REPLY, ASKED, bye]}
+    with pytest.raises(DataError, match=r"turn 2 \(tool\) is left out"):
+        texts(tmp_path, template, row)
+
+
+@pytest.mark.parametrize("function", [None, "weather"], ids=["null", "text"])
+def test_a_call_beside_a_null_function_is_read(function: str | None, tmp_path: Path) -> None:
+    call = {"function": function, "name": "weather", "arguments": {"city": "Bern"}}
+    template = CHATML_TEMPLATE.replace(
+        "message['content']",
+        "message['content'] + (message.tool_calls[0].name + message.tool_calls[0].arguments.city "
+        "if message.tool_calls else '')",
+    )
+    row = {"messages": [ASKED, CALLED | {"tool_calls": [call]}, RESULT, REPLY]}
+    assert "weatherBern" in texts(tmp_path, template, row)[0]
+
+
+def test_a_call_without_its_numbers_is_refused(tmp_path: Path) -> None:
+    call = {"function": {"name": "weather", "arguments": {"days": 5, "wind": True}}}
+    template = CHATML_TEMPLATE.replace(
+        "message['content']",
+        "message['content'] + (message.tool_calls[0].function.name if message.tool_calls else '')",
+    )
+    row = {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(DataError, match="has tool_calls, which"):
+        texts(tmp_path, template, row)
+
+
 def test_release_0_1_0_learned_a_reply_to_a_result_that_was_left_out(tmp_path: Path) -> None:
     row = {"messages": [ASKED, CALLED, RESULT, REPLY]}
     text, _ = texts(tmp_path, NO_CALLS, row, Rules.RELEASE_0_1_0)
@@ -120,6 +154,14 @@ def test_a_stop_token_in_the_row_is_not_added_by_the_template_again(tmp_path: Pa
         tmp_path, CHATML_TEMPLATE, {"messages": [ASKED, reply]}, allow_special_tokens=True
     )
     assert learned == "Sunny.<|im_end|>"
+
+
+def test_end_tokens_of_all_turns_are_written_once(tmp_path: Path) -> None:
+    asked, reply = ({**one, "content": "Hi.<|im_end|><|im_end|>"} for one in (ASKED, REPLY))
+    text, _ = texts(
+        tmp_path, CHATML_TEMPLATE, {"messages": [asked, reply]}, allow_special_tokens=True
+    )
+    assert text.count("<|im_end|>") == 2
 
 
 def test_the_text_of_an_end_token_is_followed_by_the_end_token(tmp_path: Path) -> None:

@@ -476,3 +476,14 @@ def tied_config(
     lora = config.method.lora.model_copy(update={"target_modules": layers})
     method = config.method.model_copy(update={"lora": lora})
     return config.model_copy(update={"method": method})
+
+
+def test_added_tokens_of_a_tied_model_are_merged(tmp_path: Path) -> None:
+    base = tiny_model(tmp_path / "base", tied=True)
+    config = export_config(base, tmp_path / "output", format="merged")
+    model_config = config.model.model_copy(update={"add_tokens": ("<|tool|>",)})
+    config = config.model_copy(update={"model": model_config})
+    model = trained_model(config, strength=0.2)
+    try_export(model, load_tokenizer(config.model), config)
+    [folder] = run_export(model, config)
+    assert load_merged(folder).get_input_embeddings().weight.shape[0] > VOCAB_SIZE

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.export import export
@@ -14,6 +15,7 @@ from finetune_trainer.export.tokenizer import files_of
 from finetune_trainer.model.load import load_tokenizer
 from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from support.data.text_fixtures import CHATML_TEMPLATE, tiny_model
+from support.model.every_family import tiny_settings
 
 # Names that vLLM 0.11 and later read from config.json, in its files for the family Llama, for the
 # shape of a model (transformers_utils) and for its rotary embeddings.
@@ -104,7 +106,6 @@ def test_keys_that_belong_to_the_weights_come_from_the_export(tmp_path: Path) ->
         "model_type": "llama",
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
-        "_name_or_path": "org/base",
     }
 
 
@@ -238,3 +239,13 @@ def test_a_base_that_is_gone_costs_its_files_and_gives_a_warning(
     assert any("spec.model.source" in one and "is gone" in one for one in warnings)
     loaded = load_tokenizer(ModelConfig(path=str(tmp_path / "output")))
     assert loaded.chat_template == CHATML_TEMPLATE
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "lfm3", "gemma3_text", "olmo3", "llama"])
+def test_rotary_parameters_survive_an_export(family: str, tmp_path: Path) -> None:
+    settings = tiny_settings(family)
+    settings.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    complete_config(path, json.loads(path.read_text()))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == AutoConfig.for_model(**settings.to_dict()).rope_parameters

@@ -314,6 +314,24 @@ def test_an_adapter_that_names_another_base_gives_a_warning(
     assert "was trained on example/other-1b, and this job trains" in warning
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"base_model_name_or_path": "/elsewhere/model"}, "was trained on /elsewhere/model"),
+        ({"alora_invocation_tokens": [1, 2]}, "is an aLoRA"),
+    ],
+)
+def test_another_folder_of_the_same_name_and_an_alora_give_warnings(
+    folder: Path, adapter: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    config = settings(folder, method__lora=with_config(adapter, tmp_path, **changes))
+    warnings: list[str] = []
+    refusals = Refusals(is_new=False, warn=warnings.append)
+    choose_trained(load_model(config, CPU), config, refusals)
+    [warning] = warnings
+    assert sentence in warning
+
+
 def test_the_same_base_in_another_folder_gives_no_warning(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:

@@ -145,6 +145,16 @@ def test_scales_of_other_names_belong_to_their_weight(leaf: str, tmp_path: Path)
     assert not unread_tensors(train_config(tmp_path).model).extra
 
 
+def test_fp8_with_scales_of_another_name_is_refused(tmp_path: Path) -> None:
+    file = write_plain(tmp_path) / "model.safetensors"
+    write_fp8(tmp_path / "model")
+    renamed = {n.replace("_scale_inv", "_scale"): t for n, t in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+    config = resolved(train_config(tmp_path, method=LORA))
+    with pytest.raises(ConfigError, match=r"with scales that are not read \(model\.layers"):
+        load_model(config, CPU)
+
+
 def test_heads_for_further_tokens_of_quantised_files_are_named_and_left_out(
     tmp_path: Path,
 ) -> None:

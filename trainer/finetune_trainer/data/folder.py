@@ -64,7 +64,9 @@ def _refuse_saved(folder: Path, entries: list[Path], field: str) -> None:
 
 
 def _refuse_foreign(folder: Path, files: list[Path], field: str) -> None:
-    foreign = [one for one in files if _stem(one).lower() in FOREIGN and _is_json_file(one)]
+    foreign = [one for one in files if _stem(one).lower() in FOREIGN]
+    if len(foreign) == len(files):  # lines and tables hold rows under any name
+        foreign = [one for one in foreign if _is_json_file(one)]
     rest = [one for one in files if one not in foreign]
     single = [one for one in rest if not _split(_stem(one)) and _is_one_object(one)]
     if len(single) < len(rest):  # otherwise each file may hold one row

@@ -28,7 +28,7 @@ def pop_turn(message: dict[str, Any], role: str, where: str, rules: Rules) -> bo
         DataError: a field has another value than 0 and 1, or could mean both.
     """
     is_released = rules is Rules.RELEASE_0_1_0
-    is_learned, is_said = True, not is_released and any(name in message for name in OF_ROW)
+    is_learned, is_named = True, not is_released and any(name in message for name in OF_ROW)
     for name in RELEASED if is_released else OF_ROW:
         if name not in message:
             continue
@@ -40,7 +40,7 @@ def pop_turn(message: dict[str, Any], role: str, where: str, rules: Rules) -> bo
             )
         is_learned = is_learned and bool(value) != (name == MASKED)
     is_ambiguous = not is_released and message.pop(AMBIGUOUS, None) is not None
-    if is_ambiguous and not is_said and role == "assistant":
+    if is_ambiguous and not is_named and role == "assistant":
         raise DataError(
             f'{where} has {AMBIGUOUS}, which could mean learned or not; write "train": true to '
             "learn the turn, else false"

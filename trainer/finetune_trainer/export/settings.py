@@ -11,7 +11,15 @@ from typing import Any
 
 from finetune_trainer.export.end_tokens import Ids
 
-_OF_THE_RUN = ("dtype", "quantization_config", "torch_dtype", "transformers_version")
+_FLAT_ROPE = ("gemma3_text", "olmo3")
+"""Families with nested rotary parameters that read the flat form, too."""
+_OF_THE_RUN = (
+    "_name_or_path",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
 """Keys whose values belong to the exported weights, not to the base."""
 
 
@@ -59,6 +67,7 @@ def _add_earlier_names(saved: dict[str, Any]) -> None:
     local = rope.get("sliding_attention")
     if isinstance(local, dict) and "rope_theta" in local:
         saved.setdefault("rope_local_base_freq", local["rope_theta"])
+    is_nested = "full_attention" in rope
     rope = rope.get("full_attention", rope)
     if "rope_theta" not in rope:
         return
@@ -66,6 +75,8 @@ def _add_earlier_names(saved: dict[str, Any]) -> None:
     factor = scaling.pop("partial_rotary_factor", None)
     is_neox = str(saved.get("model_type")).startswith("gpt_neox")
     saved.setdefault("rotary_emb_base" if is_neox else "rope_theta", rope["rope_theta"])
+    if is_nested and saved.get("model_type") not in _FLAT_ROPE:
+        return  # transformers 5 would read further flat names instead of the nested parameters
     if factor is not None:
         saved.setdefault("rotary_pct" if is_neox else "partial_rotary_factor", factor)
     if scaling not in ({}, {"rope_type": "default"}):

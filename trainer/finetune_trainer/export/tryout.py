@@ -86,8 +86,8 @@ def _refuse_tied(model: "PeftModel", config: TrainConfig, refusals: Refusals) ->
         refusals.refuse(_shared_error(shared, config))
         return
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    is_tied = base.config.get_text_config().tie_word_embeddings
-    if is_tied and head is not None and head.weight is not embedding.weight:
+    is_tied = base._tied_weights_keys and getattr(base.config, "tie_word_embeddings", False)
+    if is_tied and head is not None and _plain(head).weight is not _plain(embedding).weight:
         refusals.refuse(
             ConfigError(
                 f"spec.output.format {config.output.format}: config.json of {config.model.path} "
@@ -97,18 +97,25 @@ def _refuse_tied(model: "PeftModel", config: TrainConfig, refusals: Refusals) ->
         )
 
 
+def _plain(layer: Any) -> Any:
+    """Return a layer without the rows of added tokens that peft trains beside it."""
+    rows = getattr(layer, "token_adapter", None)
+    return layer if rows is None else rows.get_base_layer()
+
+
 def _adapted_shared(model: "nn.Module") -> tuple[str, str] | None:
     """Return an adapted layer and another module with the same weight; None if there is none.
 
     A merge into the layer would change the other module as well.
     """
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners: dict[int, list[str]] = {}
     for name, parameter in base_of(model).named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.replace("base_layer.", ""))
     for layer in base_of(model).modules():
-        if isinstance(layer, BaseTunerLayer):
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TrainableTokensLayer):
             for parameter in layer.get_base_layer().parameters(recurse=False):
                 first, *others = owners[id(parameter)]
                 if others:

@@ -265,12 +265,28 @@ def _check_base(adapter: dict[str, Any], field: str, base: ModelConfig, refusals
                 "conversion), or merge it and set spec.model.source to the merged model"
             )
         )
-    theirs, ours = adapter.get("base_model_name_or_path"), base_name(base) or base.path
-    if theirs and Path(theirs).name not in (Path(ours).name, Path(base.path).name):
-        refusals.warn(
-            f"{field} was trained on {theirs}, and this job trains {ours}; if that is another "
-            "model, set spec.model.source to the base of the adapter"
+    if adapter.get("alora_invocation_tokens"):
+        refusals.refuse(
+            ConfigError(
+                f"{field} is an aLoRA, active only after its invocation tokens, and would be "
+                "trained as active everywhere; start from another adapter, or leave it out"
+            )
         )
+    theirs = adapter.get("base_model_name_or_path")
+    if theirs and not _may_be_same(theirs, base):
+        refusals.warn(
+            f"{field} was trained on {theirs}, and this job trains {base_name(base) or base.path}; "
+            "if that is another model, set spec.model.source to the base of the adapter"
+        )
+
+
+def _may_be_same(theirs: str, base: ModelConfig) -> bool:
+    """Whether a recorded base may be this one: the same name, or a folder named as on the hub."""
+    ours = {base.path, base_name(base) or base.path}
+    if theirs in ours:
+        return True
+    folders = [Path(one).is_absolute() for one in (theirs, *ours)]
+    return len({*folders}) == 2 and any(Path(theirs).name == Path(one).name for one in ours)
 
 
 def _adapted(names: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ from finetune_trainer.model.quantize import (
 from finetune_trainer.model.stored_quantization import (
     finish_dequantizing,
     prepare_settings,
+    refuse_unread_scales,
     stored_kind,
 )
 from finetune_trainer.model.tokenizer_file import use_own_file
@@ -124,6 +125,10 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
         settings: PretrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
+    text = settings.get_text_config()
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        text.pad_token_id = None  # the embedding would refuse it; it changes no loss
     return settings
 
 
@@ -176,6 +181,7 @@ def load_model(
                 output_loading_info=True,
             )
             refuse_random_weights(model, found, source.path)
+            refuse_unread_scales(stored, found["unexpected_keys"], source.path, refusals)
         if stored is not None:
             finish_dequantizing(model, stored, dtype)
         elif quantization is not None and (device.type == "meta" or not quantises):

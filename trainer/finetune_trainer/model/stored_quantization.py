@@ -5,6 +5,7 @@ of bitsandbytes are trained with adapters as QLoRA of their kind. Files of mxfp4
 (DeepSeek-V3) are dequantised while they are read. Others are refused.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import TrainConfig
@@ -112,6 +113,33 @@ def prepare_settings(settings: "PretrainedConfig", dtype: "torch.dtype") -> Any:
     if kind == "nf4":
         settings.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
     return None
+
+
+def refuse_unread_scales(
+    kind: str | None, unexpected: Iterable[str], path: str, refusals: Refusals
+) -> None:
+    """Refuse files whose scales have names that transformers does not read.
+
+    Args:
+        kind: Result of `stored_kind`.
+        unexpected: Names in the files that the model does not have.
+        path: Folder, or name on the hub.
+        refusals: Receives the error.
+    """
+    ends = ("_scale", "_scale_inv", "_scales")
+    lost = sorted(
+        name
+        for name in unexpected
+        if name.endswith(ends) and not name.endswith(("input_scale", "activation_scale"))
+    )
+    if kind in _DEQUANTISED and lost:
+        refusals.refuse(
+            ConfigError(
+                f"spec.model.source {path} is stored in {kind} with scales that are not read "
+                f"({lost[0]} and {len(lost) - 1} more), so its weights would be wrong; set it to "
+                "the model from which it was quantised"
+            )
+        )
 
 
 def finish_dequantizing(model: "PreTrainedModel", kind: str, dtype: "torch.dtype") -> None:
