@@ -351,3 +351,13 @@ def test_a_token_that_only_ends_earlier_turns_is_not_a_stop(tmp_path: Path) -> N
     row = {"messages": [user, reply, user, reply | {"thinking": "Easy."}]}
     dataset = prepared(config(write_rows(tmp_path / "rows.jsonl", row)), harmony)
     assert harmony.convert_ids_to_tokens(list(dataset.ordered_stops)) == ["<|return|>"]
+
+
+def test_a_cache_entry_of_release_0_1_0_gets_its_counts(tmp_path: Path, tokenizer: Any) -> None:
+    of_rows = config(write_rows(tmp_path / "rows.jsonl", *DIALOGUES))
+    counted = prepared(of_rows, tokenizer).stops
+    [manifest] = (tmp_path / "cache").glob("tokens/*/manifest.json")
+    values = json.loads(manifest.read_text())
+    del values["stops"]
+    manifest.write_text(json.dumps(values))
+    assert prepared(of_rows, tokenizer).stops == counted

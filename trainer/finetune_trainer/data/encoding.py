@@ -63,6 +63,9 @@ class EncodedRow:
 class RowEncoder:
     """Encodes rows of one format with one tokenizer.
 
+    Attributes:
+        ends: Special tokens that may end a learned turn.
+
     Raises:
         ConfigError: the format is chat and the model has no chat template.
     """
@@ -85,7 +88,7 @@ class RowEncoder:
         self._text_tokens = None if config.allow_special_tokens else self._control
         # The unknown token is allowed: characters outside of the vocabulary become this token.
         self._special = set(self._control.ids.values()) - {tokenizer.unk_token_id}
-        self._ends = self._special | {*tokenizer.convert_tokens_to_ids([*config.special_tokens])}
+        self.ends = self._special | {*tokenizer.convert_tokens_to_ids([*config.special_tokens])}
         self._own: OwnTokenizer | None = None
         self._prompts = PromptTokens(tokenizer)
         is_truncated = config.long_rows is LongRows.TRUNCATE
@@ -115,7 +118,7 @@ class RowEncoder:
             is_cut = any(map(is_not, kept, all_of_it))
             has_special_text = any(one.is_shielded for one in draft)
             ends = [end for part in parts for end in part.stops]
-            stops = tuple(end for end in ends if end in self._ends)
+            stops = tuple(end for end in ends if end in self.ends)
             yield EncodedRow(tuple(parts), has_special_text, is_cut, stops)
 
     def _cut(self, rendered: Rendered) -> Rendered:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from finetune_trainer.config import DataConfig, DataReport, DatasetSource
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
+from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.piecework import SPECIAL_TEXT, UNREAD, BatchEncoder, batches, fit
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.source import Rows, open_rows
@@ -61,7 +63,7 @@ class TokenDataset:
             [np.full(len(part.arrays["lengths"]), weight) for part, weight in parts]
         )
         self.report = _sum_up([part.report for part in stored])
-        self.stops = sum((Counter(part.stops) for part in stored), Counter[int]())
+        self.stops = sum((Counter(part.stops or {}) for part in stored), Counter[int]())
         self._ends = np.cumsum(self.lengths, dtype=np.int64)
         # Index at which the tokens of each source begin; the files themselves are never joined.
         self._begins = np.cumsum([0, *(len(arrays["tokens"]) for arrays in self._arrays[:-1])])
@@ -165,7 +167,24 @@ def _prepare_source(
             stored = store.open()  # another process may have written it while this process waited
             if stored is None:
                 stored = _tokenize(config, rows, tokenizer, store, rules)
+    if stored.stops is None:
+        ends = RowEncoder(config, tokenizer, rules).ends
+        stored = replace(stored, stops=_count_stops(stored.arrays, ends))
     return stored
+
+
+def _count_stops(arrays: Mapping[str, npt.NDArray[Any]], ends: Collection[int]) -> dict[int, int]:
+    """Count the last tokens of learned turns in a cache entry that does not have the counts."""
+    counts: Counter[int] = Counter()
+    tokens, is_label = arrays["tokens"], arrays["is_label"]
+    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+        labels = is_label[start : start + _TOKENS_AT_ONCE + 1]
+        last = labels.copy()
+        last[:-1] &= ~labels[1:]
+        last = last[:_TOKENS_AT_ONCE]
+        found = tokens[start : start + _TOKENS_AT_ONCE][last]
+        counts.update(found[np.isin(found, [*ends])].tolist())
+    return dict(counts)
 
 
 def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:

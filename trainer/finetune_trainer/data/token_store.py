@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Manifest(ContractModel):
 
     files: dict[str, str]
     report: DataReport
-    stops: dict[int, int] = Field({}, description="Learned turns by their last token.")
+    stops: dict[int, int] | None = Field(None, description="Learned turns by their last token.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +71,13 @@ class StoredTokens:
         arrays: Arrays by name: tokens and is_label (all sequences end to end), lengths,
             label_counts and rows (one entry per sequence).
         fingerprint: Hash of every token and label, independent of rows and settings.
-        stops: How many learned turns each special token ends.
+        stops: How many learned turns each special token ends; None if they were not counted.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     report: DataReport
     fingerprint: str
-    stops: Mapping[int, int] = field(default_factory=dict)
+    stops: Mapping[int, int] | None = None
 
 
 class TokenStore:

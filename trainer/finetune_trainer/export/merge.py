@@ -7,7 +7,7 @@ weights, not with the original ones.
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -151,8 +151,11 @@ def rebuilt(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
     settings = copy.deepcopy(base.config)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
-    own = base.config._attn_implementation
-    attention = "sdpa" if own == DOCUMENTS else own if own in ("sdpa", "eager") else "eager"
+    parts = {name: getattr(base.config, name, None) for name in base.config.sub_configs}
+    attention: Any = _plain_attention(base.config)
+    if any(part is not None for part in parts.values()):  # a tower may need another one
+        named = {name: _plain_attention(part) for name, part in parts.items() if part is not None}
+        attention = {"": attention, **named}
     plain: PreTrainedModel = type(base)._from_config(
         settings, dtype=dtype, attn_implementation=attention
     )
@@ -160,6 +163,12 @@ def rebuilt(base: "PreTrainedModel", dtype: torch.dtype) -> "PreTrainedModel":
     plain.generation_config = base.generation_config
     plain._weight_conversions = getattr(base, "_weight_conversions", None)  # the names in its files
     return plain
+
+
+def _plain_attention(settings: Any) -> str:
+    """Return the implementation of transformers that is closest to the one in use."""
+    own = settings._attn_implementation
+    return "sdpa" if own == DOCUMENTS else own if own in ("sdpa", "eager") else "eager"
 
 
 def _cast_parameters(model: "nn.Module", dtype: torch.dtype) -> None:
