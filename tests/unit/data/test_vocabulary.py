@@ -9,7 +9,7 @@ import pytest
 from finetune_trainer.config import DataConfig, DatasetSource, ModelConfig
 from finetune_trainer.data.sequences import TokenDataset, prepare
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.load import load_tokenizer
+from finetune_trainer.model.load import load_settings, load_tokenizer
 from finetune_trainer.model.vocabulary import padding_id, refuse_unknown_tokens
 from support.data.text_fixtures import tiny_tokenizer
 
@@ -79,3 +79,11 @@ def test_padding_uses_the_tokenizers_id_if_the_model_has_a_row_for_it(tmp_path: 
     tokenizer = load_tokenizer(added)
     tokenizer.pad_token = "<|new|>"
     assert padding_id(added, tokenizer) == tokenizer.pad_token_id > 0
+
+
+def test_a_padding_id_beyond_the_vocabulary_of_config_json_is_left_out(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(save_model(tmp_path, has_token=False)))
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"pad_token_id": settings["vocab_size"]}))
+    assert load_settings(config).pad_token_id is None

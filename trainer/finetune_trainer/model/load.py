@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.control import is_out_of_memory
@@ -125,10 +125,11 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
         settings: PretrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
         )
-    text = settings.get_text_config()
-    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
-    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
-        text.pad_token_id = None  # the embedding would refuse it; it changes no loss
+    parts: list[Any] = [settings, getattr(settings, "text_config", None)]
+    for part in parts:
+        pad, size = getattr(part, "pad_token_id", None), getattr(part, "vocab_size", None)
+        if isinstance(pad, int) and isinstance(size, int) and pad >= size:
+            part.pad_token_id = None  # the embedding would refuse it; it changes no loss
     return settings
 
 

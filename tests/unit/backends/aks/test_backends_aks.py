@@ -993,7 +993,8 @@ def test_ftctl_uses_the_profile_beside_the_job(tmp_path: Path) -> None:
     file = files(tmp_path, profile_manifest(), made)
     run = CliRunner().invoke
     assert run(app, ["validate", file]).stdout == "1 FineTuneJob checked, no problem\n"
-    documents = list(yaml.safe_load_all(run(app, ["render", file]).stdout))
+    rendered = run(app, ["render", file, "--backend", "aks"]).stdout
+    documents = list(yaml.safe_load_all(rendered))
     assert [one["kind"] for one in documents] == ["NetworkPolicy", "Job"]
     forbidding = files(tmp_path, profile_manifest(allow={"claims": []}), made)
     refused = run(app, ["validate", forbidding])
