@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from finetune_trainer.data.formats import Message
 from finetune_trainer.data.special import FIRST_MARK, FIRST_SPECIAL, SHIELD
 
+_FEW = 32  # marks that `replace` removes faster than `translate`
 FIRST_OF_MESSAGES = FIRST_MARK + 0x800  # the marks before belong to a single turn
 
 # Keys for the thoughts of a turn; transformers copies the first one to the others.
@@ -163,4 +164,8 @@ def legible(shown: str, marks: list[str]) -> str:
 
 def without_marks(text: str, marks: list[str]) -> str:
     """Remove `marks` from a rendered text."""
-    return text.translate(dict.fromkeys(map(ord, marks))) if marks else text
+    if len(marks) > _FEW:  # a pass for each would take time quadratic in the messages
+        return text.translate(dict.fromkeys(map(ord, marks)))
+    for mark in marks:
+        text = text.replace(mark, "")
+    return text
