@@ -229,10 +229,11 @@ def squared(tensor: Tensor) -> float:
 
 def compare(family: str, folder: Path, packed: Sequence[bool] = (True, False)) -> list[str]:
     """Train one family whole and with LoRA; return a line of each way, those that differ marked."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     write_model(family, folder / "model")
-    rows = write_rows(folder, AutoTokenizer.from_pretrained(folder / "model"))
+    # AutoTokenizer rebuilds the tokenizers of some families, and ignores tokenizer.json.
+    rows = write_rows(folder, PreTrainedTokenizerFast.from_pretrained(folder / "model"))
     write_adapter(folder / "model", folder / "adapter")
     lines = []
     for method in ("full", "lora"):
