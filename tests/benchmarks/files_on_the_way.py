@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/benchmarks/files_on_the_way.py [--names]
 
-A 2-node `aks` job lives in memory: from its apply until it is Running, then from a lost pod until
-the next attempt is created. Counted are the files with a function that runs while the job is
+A 2-node `kubernetes` job lives in memory: from its apply until it is Running, then from a lost pod
+until the next attempt is created. Counted are the files with a function that runs while the job is
 reconciled; what only runs at import is not.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 import finetune_operator
 from finetune_trainer.config import Phase, Progress
-from support.aks.aks_world import ADDRESS, AksWorld
 from support.cluster.played_pods import ProgressServer
 from support.kernel.kernel_world import KEY
+from support.kubernetes.kubernetes_world import ADDRESS, KubernetesWorld
 
 PACKAGE = Path(finetune_operator.__file__).parent
 CORE = ("kernel", "reconcile")
@@ -59,7 +59,7 @@ async def live() -> dict[str, Files]:
     """Let the job live; return the files of each part of its life."""
     started, restarted = Files(), Files()
     async with ProgressServer(Progress()).serving(ADDRESS) as said:
-        world = AksWorld(said.port)
+        world = KubernetesWorld(said.port)
         await world.apply()
         await _reconcile_until(world, started, attempt=1)
         await world.make_pods(1)
@@ -73,7 +73,7 @@ async def live() -> dict[str, Files]:
     return {"from apply to Running": started, "from a lost pod to the next attempt": restarted}
 
 
-async def _reconcile_until(world: AksWorld, files: Files, **wanted: Any) -> None:
+async def _reconcile_until(world: KubernetesWorld, files: Files, **wanted: Any) -> None:
     """Reconcile the job until its newest attempt is created, or its phase is the wanted one."""
     for _ in range(_MOST_LOOKS):
         await world.catch_up()

@@ -19,8 +19,8 @@ from bursts import Sightings, count_surplus, create_all, fresh_namespace, watchi
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validation import defaulted
-from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import Attempt, BackendContext
+from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.kube.api_errors import AlreadyExistsError
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import (
@@ -193,7 +193,7 @@ def fine_tune_jobs(count: int, profile: str = _SIMULATED, **spec: Any) -> list[O
             output__uri=f"pvc://{_CLAIM}/{name}/output",
             topology__nodes=PODS_EACH,
             podTemplate={"metadata": {"annotations": _RUN}},
-            **{"backend": {"type": "aks", "aks": {"profile": profile}}, **spec},
+            **{"backend": {"type": "kubernetes", "kubernetes": {"profile": profile}}, **spec},
         )
         del one["metadata"]["namespace"]
         made.append(one)
@@ -213,7 +213,7 @@ def plain_jobs(count: int) -> list[Object]:
 def same_pods_jobs(count: int) -> list[Object]:
     """Return plain batch Jobs with the very pods that the operator would make."""
     profile = FineTuneProfile.model_validate(_profile(_SIMULATED))
-    backend = AksBackend(BackendContext(Path(), profiles={_SIMULATED: profile}))
+    backend = KubernetesBackend(BackendContext(Path(), profiles={_SIMULATED: profile}))
     made = []
     for number, one in enumerate(fine_tune_jobs(count)):
         job = FineTuneJob.model_validate(defaulted(one))

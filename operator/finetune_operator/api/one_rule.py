@@ -5,7 +5,7 @@ read of a field copies the schemas of all its sibling fields (docs/decisions/001
 that read the same fields repeat this cost. `ftctl validate` evaluates the same rules one by one, so
 that each has its own path and line.
 
-CPU time of the API server for `examples/07-aks.yaml`, relative to a CRD without rules
+CPU time of the API server for `examples/07-kubernetes.yaml`, relative to a CRD without rules
 (Kubernetes 1.34, medians of interleaved rounds): creation 1.6 (1.9 with separate rules), status
 patch to Starting 1.2 (1.4), next status patch 1.3 (1.8).
 """

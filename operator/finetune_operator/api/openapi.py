@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.schema import ApiModel, OmitDefault, Rule
 
 Schema = dict[str, Any]
 
@@ -90,7 +90,8 @@ def _field_schema(field: FieldInfo, description: str | None) -> Schema:
     if description:
         schema.pop("description", None)  # the type's own
         schema = {"description": description, **schema}
-    if not field.is_required() and field.default is not None:
+    is_omitted = any(isinstance(item, OmitDefault) for item in field.metadata)
+    if not is_omitted and not field.is_required() and field.default is not None:
         default = _plain(field.default)
         if not _is_empty(default):
             schema["default"] = default
@@ -191,7 +192,7 @@ def _plain_type_schema(annotation: Any, origin: Any) -> Schema:
 
 
 def _constrain(schema: Schema, item: Any) -> None:
-    if isinstance(item, Rule):
+    if isinstance(item, Rule | OmitDefault):
         return
     if isinstance(item, Ge):
         schema["minimum"] = item.ge

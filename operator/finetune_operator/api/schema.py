@@ -37,6 +37,11 @@ class Rule:
     message_expression: str | None = None
 
 
+@dataclass(frozen=True)
+class OmitDefault:
+    """Mark a field (in `Annotated`) whose default is not written into the CRD (decision 0068)."""
+
+
 ABOVE_ZERO = Rule("self > 0.0", "must be greater than 0")
 """Rule of fractions. With a minimum of 0.001 the API server would accept a whole 0."""
 

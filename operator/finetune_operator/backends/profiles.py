@@ -25,7 +25,7 @@ P = TypeVar("P")
 PROFILES = Watch(FINE_TUNE_PROFILES, selector=None)
 """Kinds that a backend watches if its jobs name profiles."""
 
-USED_BY_AKS = frozenset({
+USED_BY_KUBERNETES = frozenset({
     "image", "command", "init", "env", "image_pull_secrets", "image_pull_policy",
     "service_account_name", "workload_identity", "priority_class_name", "runtime_class_name",
     "scheduler_name", "nodes", "resources", "volumes", "cache_directory", "security", "network",

@@ -53,7 +53,7 @@ async def check_profiles(probe: Probe) -> None:
         return
     if not found:
         remedy = "kubectl apply -f examples/profiles/h100.yaml  # changed for this cluster"
-        probe.wrong(topic, "FineTuneProfiles", "none; jobs of backend aks need one", remedy)
+        probe.wrong(topic, "FineTuneProfiles", "none; jobs of backend kubernetes need one", remedy)
         return
     usable = False
     for one in found:

@@ -15,7 +15,7 @@ import typer
 
 from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
-from finetune_operator.backends.aks.child_names import BACKEND as AKS
+from finetune_operator.backends.kubernetes.child_names import BACKEND as KUBERNETES
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.cli.run_directories import run_directory
 from finetune_operator.cli.top_cluster import backend_of, get_job, metrics_port, pods_of
@@ -91,7 +91,7 @@ async def _profile_here(run_dir: Path, steps: int) -> None:
 async def _profile_in_cluster(key: Key, steps: int) -> None:
     async with await HttpClient.connect() as client:
         job = await get_job(client, key)
-        if (backend := backend_of(job)) != AKS:
+        if (backend := backend_of(job)) != KUBERNETES:
             raise FineTuneError(
                 f"FineTuneJob {key} runs on backend {backend}, whose pages cannot be reached from "
                 "here; set spec.observability.profile"

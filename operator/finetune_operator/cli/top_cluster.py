@@ -9,8 +9,9 @@ import json
 from dataclasses import dataclass, field
 
 from finetune_operator.api.v1alpha1.lifecycle import Observability
-from finetune_operator.backends.aks.child_names import BACKEND as AKS
-from finetune_operator.backends.aks.child_names import INDEX_LABEL
+from finetune_operator.api.v1alpha1.topology import backend_name
+from finetune_operator.backends.kubernetes.child_names import BACKEND as KUBERNETES
+from finetune_operator.backends.kubernetes.child_names import INDEX_LABEL
 from finetune_operator.cli.top_ranks import NodePage, read_page
 from finetune_operator.cli.top_rows import (
     JobRow,
@@ -89,7 +90,7 @@ def row_of(job: Object) -> JobRow:
 
 def backend_of(job: Object) -> str:
     """Return the name of a job's backend."""
-    return str(get_in(job, "spec", "backend", "type"))
+    return backend_name(get_in(job, "spec", "backend"))
 
 
 async def read_pods(client: KubeClient, job: Object) -> PodPages:
@@ -98,7 +99,7 @@ async def read_pods(client: KubeClient, job: Object) -> PodPages:
     Raises:
         FineTuneError: the pods cannot be listed.
     """
-    if (backend := backend_of(job)) != AKS:
+    if (backend := backend_of(job)) != KUBERNETES:
         note = f"the job runs on backend {backend}, whose pages cannot be read from here"
         return PodPages([], notes=[note])
     pods = await pods_of(client, job)
@@ -129,7 +130,7 @@ def metrics_port(job: Object) -> int:
 
 
 async def pods_of(client: KubeClient, job: Object) -> dict[int, Object]:
-    """Return the pods of the newest attempt of a job of backend aks, by node rank.
+    """Return the pods of the newest attempt of a job of backend kubernetes, by node rank.
 
     Raises:
         FineTuneError: the pods cannot be listed.

@@ -13,13 +13,13 @@ from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import Problem, Severity, errors_of
 from finetune_operator.api.v1alpha1 import FineTuneProfile
+from finetune_operator.api.v1alpha1.topology import KUBERNETES
 from finetune_operator.api.validation import check_manifest, job_of, names_backend, with_backend
 from finetune_operator.backends.base import BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
 
-DEFAULT_BACKEND = "aks"
 """Backend of a manifest that names none, in a cluster."""
 
 
@@ -80,7 +80,7 @@ def _with_backend(manifest: Manifest) -> Manifest:
     if names_backend(manifest):
         return manifest
     is_local = any(value.startswith("file:") for value in _sources(manifest.value.get("spec")))
-    name = "local" if is_local else DEFAULT_BACKEND
+    name = "local" if is_local else KUBERNETES
     typer.echo(f"{manifest.file}: no spec.backend; checked for {name}", err=True)
     return with_backend(manifest, name)
 

@@ -16,6 +16,7 @@ from finetune_operator.api.unbuilt import check_built
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus, ObjectMeta
 from finetune_operator.api.v1alpha1.job import MANAGED_BY
 from finetune_operator.api.v1alpha1.status import AttemptStatus
+from finetune_operator.api.v1alpha1.topology import backend_name
 from finetune_operator.backends.base import AttemptRef, Handle
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError, UnknownBackendError
@@ -93,8 +94,8 @@ class JobView:
 
     @property
     def backend(self) -> str:
-        """Name of the backend; empty if the spec does not name one."""
-        return str((self.raw["spec"].get("backend") or {}).get("type", ""))
+        """Name of the backend."""
+        return backend_name(self.raw["spec"].get("backend"))
 
     @property
     def is_deleted(self) -> bool:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+from finetune_operator.api.v1alpha1.topology import backend_name
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, Backend, BackendContext, Observation
 from finetune_operator.backends.instances import Backends
@@ -256,8 +257,8 @@ class LeaderTerm:
 
     def _backend_of(self, key: Key) -> str:
         """Return the name of a job's backend; empty if it is not registered."""
-        spec = (self._jobs.get(key) or {}).get("spec", {})
-        name = str((spec.get("backend") or {}).get("type", ""))
+        job = self._jobs.get(key)
+        name = backend_name(job["spec"].get("backend")) if job else ""
         return name if name in self._backends else ""
 
     def wake(self, key: Key | None) -> None:

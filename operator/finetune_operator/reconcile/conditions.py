@@ -1,7 +1,7 @@
 """Conditions of a FineTuneJob: types, reasons, and the conditions of each stage of a job.
 
 `decide` determines the stage of a job, and `describe` maps it to the phase and the conditions,
-`Stalled` included. Backends define further reasons, such as `backends/aks/reasons.py`.
+`Stalled` included. Backends define further reasons, such as `backends/kubernetes/reasons.py`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -11,7 +11,6 @@ import pytest
 
 from finetune_operator.kube.resources import JOBS, NETWORK_POLICIES, SERVICES, Object, Resource
 from finetune_trainer.config import FailureClass, Termination
-from support.aks.aks_cases import JOB
 from support.charts.helm_chart import needs_helm
 from support.cluster import permissions
 from support.cluster.admitted import installed
@@ -20,6 +19,7 @@ from support.cluster.operators import KUBECONFIG, Api, OperatorProcess, open_api
 from support.cluster.played_job import PlayedJob, place
 from support.cluster.played_pods import end_pod
 from support.kernel.loop_thread import loop_thread
+from support.kubernetes.kubernetes_cases import JOB
 
 AUDIT_LOG = os.environ.get("FINETUNE_TEST_AUDIT_LOG")
 pytestmark = [
@@ -110,10 +110,13 @@ def test_every_write_that_the_roles_allow_passes_where_the_operator_makes_it(
 
 def give_up_in_a_queue(job: PlayedJob, profile: str) -> None:
     """Suspend a job whose attempt waits in a queue, so that it must never start."""
-    aks = {"backend": {"type": "aks", "aks": {"profile": profile}}, "queue": {"name": "q"}}
+    kubernetes = {
+        "backend": {"type": "kubernetes", "kubernetes": {"profile": profile}},
+        "queue": {"name": "q"},
+    }
     folders = {"output__uri": "pvc://models/q", "checkpoint__uri": "pvc://checkpoints/q"}
     api, namespace = job.api, job.namespace
-    api.apply(namespace, "queued", **{**JOB, **folders, **aks})
+    api.apply(namespace, "queued", **{**JOB, **folders, **kubernetes})
     wait_until(lambda: "queued-1" in job.names(JOBS), 30, "it is queued")
     api.change(namespace, "queued", suspend=True)
     wait_until(lambda: api.phase(namespace, "queued") == "Suspended", 30, "it is given up")

@@ -2,7 +2,7 @@
 
 The ranks are real, but for their compute, which is a sleep; so are their pages, what their nodes
 find, the network between two of them, and the operator, which tells of suspects. The backend alone
-is played: it hands the operator what the page of rank 0 says, as that of `aks` does.
+is played: it hands the operator what the page of rank 0 says, as that of `kubernetes` does.
 """
 
 import time

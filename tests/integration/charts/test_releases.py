@@ -28,9 +28,9 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from support.aks.aks_cases import profile
 from support.cluster.control_plane import PROGRAMS, ControlPlane
 from support.cluster.operators import ROOT, Api, wait_until
+from support.kubernetes.kubernetes_cases import profile
 
 HELM = shutil.which("helm")
 pytestmark = [

@@ -88,7 +88,7 @@ def everything() -> list[Object]:
     (place,) = [one for one in read(INSTALL) if one["kind"] == "Namespace"]
     profile = ("--set", "exampleProfile.create=true", "--set", "exampleProfile.spec.image=a:1")
     chart = rendered(*("helm", "template", *RELEASE, *IMAGE, *profile), *RENDERED)
-    (running,) = read(ROOT / "examples" / "07-aks.yaml")
+    (running,) = read(ROOT / "examples" / "07-kubernetes.yaml")
     running["metadata"]["namespace"] = "team-a"
     return [place, *chart, *read(*EXAMPLES), running]
 

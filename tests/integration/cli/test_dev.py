@@ -300,9 +300,9 @@ def test_a_missing_model_is_told_with_where_it_was_looked_for(serve: Serve, fold
 def test_a_backend_that_needs_a_cluster_is_refused_by_its_name(serve: Serve) -> None:
     dev = serve()
     hub = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
-    dev.apply(backend__type="aks", **hub)
+    dev.apply(backend__type="kubernetes", **hub)
     wait_until(lambda: condition(dev.job(), "Accepted")["status"] == "False", PROMPT_SECONDS)
-    sentence = "spec.backend.type aks does not run here (available: local, azureml); use an "
+    sentence = "spec.backend.type kubernetes does not run here (available: local, azureml); use an "
     assert sentence in condition(dev.job(), "Accepted")["message"]
 
 

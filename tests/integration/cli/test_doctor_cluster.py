@@ -29,9 +29,9 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from support.aks.aks_cases import profile
 from support.cluster.control_plane import GUEST, PROGRAMS, ControlPlane
 from support.cluster.operators import ROOT, Api
+from support.kubernetes.kubernetes_cases import profile
 
 pytestmark = pytest.mark.skipif(
     PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no control plane"

@@ -457,7 +457,7 @@ def _read(terminal: int) -> bytes:
         ),
         pytest.param(
             {
-                "backend": {"type": "aks"},
+                "backend": {"type": "kubernetes"},
                 "model.source": "hf://a/b",
                 "dataset": {"source": "hf://a/c", "evalSource": "hf://a/d"},
             },
@@ -503,12 +503,12 @@ def test_a_backend_that_nobody_installed_is_said_to_be_that(tmp_path: Path, comm
 
     done = ftctl(command, file.name, "--backend", "nope", folder=tmp_path)
 
-    assert "nope is not installed (available: aks, azureml, local)" in done.stderr
+    assert "nope is not installed (available: azureml, kubernetes, local)" in done.stderr
     assert done.returncode == 1
 
 
 def test_run_on_this_machine_takes_the_place_of_another_backend(tmp_path: Path) -> None:
-    file = write_project(tmp_path, backend={"type": "aks"})
+    file = write_project(tmp_path, backend={"type": "kubernetes"})
 
     done = ftctl("render", file.name, "--backend", "local", folder=tmp_path)
 

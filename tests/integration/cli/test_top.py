@@ -234,7 +234,7 @@ def pods(api: Api, port: int) -> Iterator[str]:
     with api.namespace("top") as namespace:
         made = api.apply(
             namespace,
-            backend={"type": "aks", "aks": {"profile": "none"}},
+            backend={"type": "kubernetes", "kubernetes": {"profile": "none"}},
             topology={"nodes": 3, "processesPerNode": 2, "gpusPerNode": 0},
             training__global_batch_size=12,
             observability__metrics_port=port,

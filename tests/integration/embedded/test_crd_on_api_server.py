@@ -22,6 +22,7 @@ from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import FieldPath, Finding, show_path
 from finetune_operator.api.problems import Severity
 from finetune_operator.api.validation import check_manifest, check_object, defaulted
+from support.api import backend_names
 from support.api.bad_manifests import BadManifest, bad_manifests
 from support.api.builders import manifest
 from support.cluster.clusters import RunningCluster
@@ -263,6 +264,21 @@ def test_an_update_has_the_same_verdict_offline(
         assert finding.message.removeprefix('"other" ') in answer.message
 
 
+def test_both_names_of_a_backend_are_one(server: ApiServer) -> None:
+    def on_hub(backend: dict[str, Any] | None) -> dict[str, Any]:
+        hub = {"model.source": "hf://a/b", "dataset.source": "hf://a/c"}
+        made = manifest(name="renamed", backend=None, **hub)
+        return {**made, "spec": made["spec"] | ({} if backend is None else {"backend": backend})}
+
+    for old, new, field in backend_names.CHANGES:
+        created = server.create(json.dumps(on_hub(old)), JSON)
+        assert created.is_accepted, created.message
+        answer = server.update("renamed", on_hub(new))
+        assert answer.is_accepted is not bool(field), (old, new, answer.message)
+        assert field in answer.message
+        server.send("DELETE", f"{JOBS}/renamed")
+
+
 def test_a_status_sent_along_makes_no_way_for_a_change_of_the_spec(
     server: ApiServer, stored: str
 ) -> None:
@@ -296,7 +312,19 @@ def _leaves(schema: Schema, path: FieldPath = ()) -> Iterator[tuple[FieldPath, S
 
 
 LEAVES = list(_leaves(job_schema()["properties"]["spec"], ("spec",)))
-WORDS = ["", "a", "auto", "none", "hf://a/b", "file://./x", "local", "aks", "train", "A b\n", "é"]
+WORDS = [
+    "",
+    "a",
+    "auto",
+    "none",
+    "hf://a/b",
+    "file://./x",
+    "local",
+    "kubernetes",
+    "train",
+    "A b\n",
+    "é",
+]
 
 
 def _values(schema: Schema) -> st.SearchStrategy[Any]:

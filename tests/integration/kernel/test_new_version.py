@@ -70,7 +70,7 @@ def newer(tmp_path: Path) -> Path:
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package)
     for module, changed in (("render", NEW_RENDERING), ("network", NEW_SLICES)):
-        with (package / "backends" / "aks" / f"{module}.py").open("a") as source:
+        with (package / "backends" / "kubernetes" / f"{module}.py").open("a") as source:
             source.write(changed)
     return tmp_path
 

@@ -24,7 +24,6 @@ from finetune_operator.kube.resources import (
     Object,
 )
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from support.aks.aks_cases import JOB, profile
 from support.api.builders import manifest
 from support.cluster.audit import AuditLog, Write, counted
 from support.cluster.operators import KUBECONFIG, Api, OperatorProcess, open_api, phase_of
@@ -37,6 +36,7 @@ from support.cluster.played_pods import (
     profile_nodes,
     run_pod,
 )
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 AUDIT_LOG = os.environ.get("FINETUNE_TEST_AUDIT_LOG")
 pytestmark = [
@@ -107,7 +107,7 @@ class Play:
             fields = {
                 **JOB,
                 "topology__nodes": PODS_EACH,
-                "backend": {"type": "aks", "aks": {"profile": self.name}},
+                "backend": {"type": "kubernetes", "kubernetes": {"profile": self.name}},
                 "observability": {"metricsPort": port, "statusIntervalSeconds": 5},
             }
             body = manifest(name=f"job-{number}", **fields)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from finetune_trainer.config import Termination, TrainConfig
-from support.aks.aks_cases import Case
+from support.kubernetes.kubernetes_cases import Case
 from support.launch.launches import clean_environment, train_config, until
 from support.launch.tiny_run import write_inputs
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.backends.aks.child_names import LOG_TAIL_ANNOTATION
+from finetune_operator.backends.kubernetes.child_names import LOG_TAIL_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS
-from support.aks.aks_cases import JOB, profile
 from support.api.builders import manifest
 from support.cluster.operators import Api, OperatorProcess, wait_until
 from support.docs.plain_install import ROOT, PlainInstall, plain_install
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 PROFILE = str(ROOT / "examples" / "profiles" / "h100.yaml")
 
@@ -36,7 +36,9 @@ def test_the_packages_of_the_extras_are_not_there(plain: PlainInstall, package: 
         pytest.param(["validate", "-f", "examples"], "no problem", id="validate"),
         pytest.param(["render", "examples/00-quickstart.yaml"], "# backend local", id="render"),
         pytest.param(
-            ["render", "examples/07-aks.yaml", "--profile", PROFILE], "kind: Job", id="render aks"
+            ["render", "examples/07-kubernetes.yaml", "--profile", PROFILE],
+            "kind: Job",
+            id="render kubernetes",
         ),
         pytest.param(
             ["render", "examples/08-azureml.yaml"], "backend azureml", id="render azureml"
@@ -117,7 +119,7 @@ def test_this_machine_does_not_begin_what_it_cannot_train(
 def test_logs_of_a_cluster_are_read(api: Api, plain: PlainInstall) -> None:
     with api.namespace("plain") as namespace, api.profile(namespace, profile()):
         with OperatorProcess(api.kubeconfig, namespace):
-            backend = {"type": "aks", "aks": {"profile": namespace}}
+            backend = {"type": "kubernetes", "kubernetes": {"profile": namespace}}
             api.apply(namespace, "told", **{**JOB, "backend": backend})
             wait_until(lambda: api.get(JOBS, namespace, "told-1"), 30)
             wait_until(lambda: (api.job(namespace, "told") or {})["status"].get("attempt"), 30)

@@ -47,7 +47,7 @@ def test_doctor_lists_the_backend_once_the_package_is_installed(site: Path, tmp_
     def remote(folder: Path) -> list[str]:
         found = json.loads(ftctl("doctor", "-o", "json", site=folder).stdout)
         backends = [one for one in found if one["topic"] == "backends"]
-        assert {"aks", "azureml", "local"} <= {one["name"] for one in backends}
+        assert {"kubernetes", "azureml", "local"} <= {one["name"] for one in backends}
         return [one["state"] for one in backends if one["name"] == "remote"]
 
     assert remote(site) == ["ok"]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.backends.aks.network import rank_zero_slice
+from finetune_operator.backends.kubernetes.network import rank_zero_slice
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import ENDPOINT_SLICES, SERVICES, Object, Resource
-from support.aks.aks_cases import CASES
 from support.charts.helm_chart import made_of
 from support.cluster.operators import Api
 from support.cluster.service_account import kubeconfig_of
+from support.kubernetes.kubernetes_cases import CASES
 
 _ADMISSION = "admissionregistration.k8s.io"
 _RBAC = "rbac.authorization.k8s.io"

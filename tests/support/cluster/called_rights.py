@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import finetune_operator
-from finetune_operator.backends.aks import kept
-from finetune_operator.backends.aks.backend import AksBackend
-from finetune_operator.backends.aks.submit import CHILD_KINDS
+from finetune_operator.backends.kubernetes import kept
+from finetune_operator.backends.kubernetes.backend import KubernetesBackend
+from finetune_operator.backends.kubernetes.submit import CHILD_KINDS
 from finetune_operator.kube import resources
 from finetune_operator.kube.resources import (
     ACCESS_REVIEWS,
@@ -19,7 +19,9 @@ from finetune_operator.kube.resources import (
 
 PACKAGE = Path(finetune_operator.__file__).parent
 SOURCES = sorted(
-    path for folder in ("kernel", "backends/aks") for path in (PACKAGE / folder).rglob("*.py")
+    path
+    for folder in ("kernel", "backends/kubernetes")
+    for path in (PACKAGE / folder).rglob("*.py")
 )
 VERBS = {
     "create": "create",
@@ -32,9 +34,11 @@ VERBS = {
 }
 # What calls name by a variable: the kinds it may hold.
 VARIABLES = {
-    ("backends/aks/submit.py", "resource"): set(CHILD_KINDS.values()),
-    ("backends/aks/upkeep.py", "resource"): set(kept.KINDS),
-    ("kernel/informer.py", "self.watch.resource"): {one.resource for one in AksBackend.watches},
+    ("backends/kubernetes/submit.py", "resource"): set(CHILD_KINDS.values()),
+    ("backends/kubernetes/upkeep.py", "resource"): set(kept.KINDS),
+    ("kernel/informer.py", "self.watch.resource"): {
+        one.resource for one in KubernetesBackend.watches
+    },
     ("kernel/rights.py", "kind"): {ACCESS_REVIEWS},  # reviews of other accounts are the doctor's
 }
 NOT_CALLED = {(FINE_TUNE_JOBS, "update", "finalizers")}

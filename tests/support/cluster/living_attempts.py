@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from finetune_operator.backends.aks.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.pod_termination import is_alive
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import PODS, Object

@@ -9,7 +9,6 @@ from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_trainer.config import Phase, Progress
-from support.aks.aks_cases import JOB, profile
 from support.cluster.operators import Api, condition, wait_until
 from support.cluster.played_pods import (
     ProgressServer,
@@ -21,6 +20,7 @@ from support.cluster.played_pods import (
     run_pod,
 )
 from support.kernel.loop_thread import LoopThread
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 NODES = 2
 CLAIMS = ("data", "models", "checkpoints")
@@ -92,7 +92,7 @@ def place(api: Api, namespace: str, loop: LoopThread, **spec: Any) -> Iterator[s
                 namespace,
                 **{
                     **JOB,
-                    "backend": {"type": "aks", "aks": {"profile": name}},
+                    "backend": {"type": "kubernetes", "kubernetes": {"profile": name}},
                     "topology__nodes": NODES,
                     "observability__metricsPort": said.port,
                     "restartPolicy__backoff": {"baseSeconds": 0, "maxSeconds": 1},

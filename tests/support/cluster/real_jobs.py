@@ -35,7 +35,7 @@ class Jobs:
             "checkpoint": {"uri": f"pvc://{CLAIM}/checkpoints/{name}", "everySteps": 10},
             "output": {"uri": f"pvc://{CLAIM}/output/{name}"},
             "observability": {"statusIntervalSeconds": 5},
-            "backend": {"type": "aks", "aks": {"profile": profile}},
+            "backend": {"type": "kubernetes", "kubernetes": {"profile": profile}},
         }
         metadata = {"name": name, "namespace": NAMESPACE}
         head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob"}

@@ -16,7 +16,6 @@ from finetune_operator.kube.resources import (
     SERVICES,
     Object,
 )
-from support.aks.aks_cases import JOB, profile
 from support.api.builders import manifest
 from support.cluster.operators import phase_of
 from support.cluster.played_pods import (
@@ -26,6 +25,7 @@ from support.cluster.played_pods import (
     profile_nodes,
     run_pod,
 )
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 NODES = 2
 CHILDREN = (JOBS, PODS, SERVICES, NETWORK_POLICIES, ENDPOINT_SLICES)
@@ -61,9 +61,11 @@ async def training(
 
 
 def body(name: str, profile_name: str, port: int) -> Object:
+    """Return a job; every second one names the backend as release 0.1.0 does."""
+    backend = "aks" if name[-1] in "13579" else "kubernetes"
     fields = {
         **JOB,
-        "backend": {"type": "aks", "aks": {"profile": profile_name}},
+        "backend": {"type": backend, backend: {"profile": profile_name}},
         "observability": {"metricsPort": port},
         "topology": {"nodes": NODES},
     }

@@ -72,7 +72,7 @@ def check_programs(programs: Path, folder: Path) -> None:
     assert "kubectl ftjob" in run(programs / "kubectl-ftjob", "--help", cwd=folder)
     crds = "".join(file.read_text() for file in sorted((ROOT / "crds").glob("*.yaml")))
     assert run(programs / "ftctl", "crd", cwd=folder) == crds
-    for file in ("07-aks.yaml", "04-hub-gpu.yaml"):
+    for file in ("07-kubernetes.yaml", "04-hub-gpu.yaml"):
         profiles = ROOT / "examples" / "profiles"
         assert profiles.is_dir()
         run(programs / "ftctl", "validate", ROOT / "examples" / file, cwd=folder)

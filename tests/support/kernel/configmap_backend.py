@@ -1,8 +1,8 @@
 """A backend for tests of the kernel: one attempt is one ConfigMap, and a test plays its part.
 
-It lives in the cluster as `aks` does (watched by its label, found again by its name, collected by
-its owner reference), and needs no node: a test writes into the ConfigMap what became of the attempt
-(`play` in `operators.py`).
+Like `kubernetes`, it lives in the cluster (watched by its label, found again by its name, collected
+by its owner reference), but needs no node: a test writes into the ConfigMap what became of the
+attempt (`play` in `operators.py`).
 """
 
 import asyncio

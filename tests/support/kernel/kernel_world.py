@@ -27,7 +27,11 @@ from support.kernel.fake_api import BeforeCall, FakeApi
 KEY = Key("ns", "tiny")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 POINTS = [
-    EntryPoint("aks", "finetune_operator.backends.aks.backend:AksBackend", registry.GROUP),
+    EntryPoint(
+        "kubernetes",
+        "finetune_operator.backends.kubernetes.backend:KubernetesBackend",
+        registry.GROUP,
+    ),
     EntryPoint("configmap", "support.kernel.configmap_backend:ConfigMapBackend", registry.GROUP),
     EntryPoint("fake", "support.kernel.fake_backend:FakeBackend", registry.GROUP),
 ]

@@ -158,7 +158,7 @@ def _live(api: Api, namespace: str) -> None:
     for name in ("trains", "troubled", "pauses", "left", "completes", "overruled", "held"):
         begin(name, trains)
     api.apply(namespace, "refused", model__revision="forbidden")
-    absent = {"type": "aks", "aks": {"profile": "absent"}}
+    absent = {"type": "kubernetes", "kubernetes": {"profile": "absent"}}
     api.apply(namespace, "no-profile", output__uri="pvc://models/{name}", backend=absent)
     begin("deleted", trains)
     api.run(

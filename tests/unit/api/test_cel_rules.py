@@ -11,7 +11,10 @@ from finetune_operator.api.one_rule import RULES
 from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.structural import check_structure
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.api.v1alpha1.topology import KubernetesSpec
 from finetune_operator.api.validation import check_object, defaulted
+from support.api import backend_names
 from support.api.bad_manifests import BadManifest, bad_manifests
 from support.api.builders import manifest
 
@@ -147,6 +150,38 @@ def test_a_write_of_the_status_is_never_held_against_the_spec(status: dict[str, 
 def test_who_runs_a_job_never_changes(field: str) -> None:
     found = problems(manifest(**{field: "other"}), old=manifest(suspend=True))
     assert [one for one in found if f"spec.{field} " in one and "after creation" in one]
+
+
+def on_hub(backend: dict[str, Any] | None, **spec: Any) -> dict[str, Any]:
+    made = manifest(model__source="hf://a/b", dataset__source="hf://a/c", backend=None, **spec)
+    if backend is not None:
+        made["spec"]["backend"] = backend
+    return made
+
+
+@pytest.mark.parametrize(("old", "new", "field"), backend_names.CHANGES)
+def test_both_names_of_a_backend_are_one(
+    old: dict[str, Any] | None, new: dict[str, Any] | None, field: str
+) -> None:
+    found = problems(on_hub(new), old=on_hub(old))
+    assert [field in one for one in found] == ([True] if field else [])
+
+
+@pytest.mark.parametrize("alike", backend_names.SAME.values(), ids=backend_names.SAME)
+def test_jobs_that_name_a_backend_differently_are_the_same_job(
+    alike: list[dict[str, Any] | None],
+) -> None:
+    specs = [FineTuneJob.model_validate(on_hub(one)).spec for one in alike]
+    assert {one.backend.type for one in specs} == {"kubernetes"}
+    settings = [one.backend.kubernetes or KubernetesSpec() for one in specs]
+    assert all(one == settings[0] for one in settings)
+
+
+def test_the_two_names_of_a_backend_exclude_each_other() -> None:
+    (problem,) = problems(on_hub({"aks": {}, "kubernetes": {}}))
+    assert problem == (
+        "spec.backend.aks is another name of kubernetes, which is set, too; remove aks"
+    )
 
 
 @pytest.mark.parametrize(

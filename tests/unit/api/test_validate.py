@@ -188,7 +188,9 @@ def test_giving_nothing_is_a_usage_error() -> None:
         pytest.param({}, "local", id="files of this machine"),
         pytest.param({"dataset.source": "hf://a/rows"}, "local", id="only the model is a file"),
         pytest.param(
-            {"dataset.source": "hf://a/rows", "model.source": "hf://a/model"}, "aks", id="hub"
+            {"dataset.source": "hf://a/rows", "model.source": "hf://a/model"},
+            "kubernetes",
+            id="hub",
         ),
     ],
 )
@@ -220,7 +222,9 @@ def test_a_backend_that_is_not_installed_is_named_with_those_that_are(tmp_path: 
     value = manifest(backend__type="slurm", model__source="hf://a/b", dataset__source="hf://a/c")
     code, out = ftctl(write(tmp_path, value))
     assert code == 1
-    assert "spec.backend.type slurm is not installed here; use aks or azureml or local" in out
+    assert (
+        "spec.backend.type slurm is not installed here; use azureml or kubernetes or local" in out
+    )
 
 
 def test_a_status_in_a_manifest_is_a_note(tmp_path: Path) -> None:
@@ -267,10 +271,10 @@ def test_load_job_gives_a_backends_problem_its_line(tmp_path: Path) -> None:
 
 
 def test_load_job_puts_another_backend_in_its_place(tmp_path: Path) -> None:
-    file = write(tmp_path, manifest(backend={"type": "aks", "aks": {"profile": "a"}}))
+    file = write(tmp_path, manifest(backend={"type": "kubernetes", "kubernetes": {"profile": "a"}}))
     loaded, _ = load_job(file, backend="local")
     assert loaded.spec.backend.type == "local"
-    assert loaded.spec.backend.aks is None
+    assert loaded.spec.backend.kubernetes is None
 
 
 @pytest.mark.parametrize(

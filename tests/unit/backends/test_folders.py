@@ -9,13 +9,13 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.base import BackendContext, Written
 from finetune_operator.backends.folder_index import FolderIndex
+from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.backends.local.backend import LocalBackend
 from finetune_operator.cli.app import app
-from support.aks.aks_cases import JOB, backend, profile
 from support.api.builders import job, manifest
+from support.kubernetes.kubernetes_cases import JOB, backend, profile
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
 DISK = {"hostPath": {"path": "/data/./models/"}}
@@ -34,7 +34,7 @@ SAME_BLOB = {
 }
 
 
-def with_volume(source: Mapping[str, Any], name: str = "vol") -> AksBackend:
+def with_volume(source: Mapping[str, Any], name: str = "vol") -> KubernetesBackend:
     volume = {"name": name, "mountPath": f"/mnt/{name}", "source": source}
     return backend(profile(volumes=[volume], allow={"volumes": ["*"]}))
 
@@ -44,7 +44,9 @@ def output(uri: str, namespace: str = "team") -> FineTuneJob:
     return job(**{**JOB, **uris, "metadata.namespace": namespace})
 
 
-def do_touch(first: tuple[AksBackend, FineTuneJob], second: tuple[AksBackend, FineTuneJob]) -> bool:
+def do_touch(
+    first: tuple[KubernetesBackend, FineTuneJob], second: tuple[KubernetesBackend, FineTuneJob]
+) -> bool:
     index = FolderIndex[int]()
     for number, (made, one) in enumerate((first, second)):
         index.put(number, made.writes(one))

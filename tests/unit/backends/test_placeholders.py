@@ -10,8 +10,8 @@ from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.api.validation import check_object, defaulted
 from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.local.backend import LocalBackend
-from support.aks.aks_cases import JOB, backend
 from support.api.builders import job, manifest, planned
+from support.kubernetes.kubernetes_cases import JOB, backend
 
 PLACE = "pvc://c/{namespace}/{name}/x"
 FIELDS = (

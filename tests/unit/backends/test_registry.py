@@ -17,7 +17,7 @@ def point(name: str, target: str) -> EntryPoint:
 
 
 def test_the_local_backend_is_registered_by_this_package() -> None:
-    assert {"aks", "azureml", "local"} <= set(registry.available())
+    assert {"kubernetes", "azureml", "local"} <= set(registry.available())
     assert registry.load("local").name == "local"
 
 

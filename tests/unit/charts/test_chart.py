@@ -15,8 +15,8 @@ from finetune_operator import __version__
 from finetune_operator.api.crd import RETAINED, crd_files
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.backends.aks.network import OPERATOR_LABELS
 from finetune_operator.backends.azureml.workspace_client import REQUESTS_PER_SECOND
+from finetune_operator.backends.kubernetes.network import OPERATOR_LABELS
 from finetune_operator.kernel.settings import PREFIX, Settings, read_settings
 from support.charts.helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered
 from support.cluster import permissions

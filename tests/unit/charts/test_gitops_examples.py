@@ -85,5 +85,5 @@ def test_job_names_the_profile_beside_it() -> None:
     (profile,) = objects("profiles", "cpu.yaml")
     _, job = objects("jobs", "team-a.yaml")
 
-    assert job["spec"]["backend"]["aks"]["profile"] == profile["metadata"]["name"]
+    assert job["spec"]["backend"]["kubernetes"]["profile"] == profile["metadata"]["name"]
     assert profile["spec"]["image"].endswith(f":{__version__}")

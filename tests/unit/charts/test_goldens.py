@@ -114,7 +114,7 @@ def test_same_values_make_the_same_text() -> None:
     assert first.stdout == second.stdout != ""
 
 
-def test_every_container_is_what_pod_security_and_safeguards_of_aks_ask_for() -> None:
+def test_every_container_is_what_pod_security_and_safeguards_of_kubernetes_ask_for() -> None:
     for pod, container in containers():
         assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
         assert container["resources"]["requests"].keys() >= {"cpu", "memory"}

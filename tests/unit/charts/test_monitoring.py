@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from finetune_operator.api.v1alpha1.profile import NetworkSettings
-from finetune_operator.backends.aks.child_names import METRICS_PORT_NAME
+from finetune_operator.backends.kubernetes.child_names import METRICS_PORT_NAME
 from finetune_operator.kube.labels import JOB_LABEL
 from finetune_trainer.config.metrics import OF_TRAINING_NODE
 from support.charts.helm_chart import CHART, Json, helm, needs_helm, of_kind, rendered

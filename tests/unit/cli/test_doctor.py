@@ -69,7 +69,7 @@ def test_doctor_gives_one_command_for_all_that_is_missing() -> None:
             {"torch", "peft", "deepspeed"},
             id="ZeRO",
         ),
-        pytest.param("backend: {type: aks}", set(), id="cluster"),
+        pytest.param("backend: {type: kubernetes}", set(), id="cluster"),
     ],
 )
 def test_doctor_proposes_what_the_job_of_a_manifest_lacks(

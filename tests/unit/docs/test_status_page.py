@@ -15,9 +15,9 @@ from finetune_operator.api.v1alpha1.status import (
     FineTuneJobStatus,
     JobPhase,
 )
-from finetune_operator.backends.aks.reasons import AksReason
 from finetune_operator.backends.azureml.states import STATES
 from finetune_operator.backends.base import Effect, Obstacle
+from finetune_operator.backends.kubernetes.reasons import KubernetesReason
 from finetune_operator.kernel import events
 from finetune_operator.kernel.events import events_between
 from finetune_operator.reconcile.conditions import (
@@ -86,9 +86,9 @@ def test_conditions_and_which_of_them_are_never_false() -> None:
 
 
 def test_reasons() -> None:
-    reasons, of_aks, _, classes = tables("Reasons")
+    reasons, of_kubernetes, _, classes = tables("Reasons")
     assert named(reasons) == [FIRST_CONDITIONS[0].reason, *(one.value for one in Reason)]
-    assert named(of_aks) == [one.value for one in AksReason]
+    assert named(of_kubernetes) == [one.value for one in KubernetesReason]
     assert named(classes) == [one.value for one in FailureClass]
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends import registry
-from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
 from finetune_operator.backends.base import Attempt, Backend, BackendContext, Found
+from finetune_operator.backends.kubernetes.child_names import FACTS_ANNOTATION
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, JOBS
-from support.aks.aks_world import AksWorld
 from support.kernel.configmap_backend import ConfigMapBackend
 from support.kernel.kernel_world import KEY, POINTS, World, at_write
 from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_world import KubernetesWorld
 
 UNWATCHED = EntryPoint(
     "unwatched", "support.kernel.configmap_backend:UnwatchedBackend", registry.GROUP
@@ -114,7 +114,7 @@ def test_unrecorded_attempt_is_searched_for_once_the_spec_can_be_parsed() -> Non
 
 def test_adopted_attempt_that_cannot_be_observed_is_reported() -> None:
     async def work() -> None:
-        world = AksWorld(9400)
+        world = KubernetesWorld(9400)
         await world.apply()
         await world.leave_unrecorded()
         change = {"metadata": {"annotations": {FACTS_ANNOTATION: None}}}

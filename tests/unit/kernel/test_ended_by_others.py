@@ -8,20 +8,20 @@ import pytest
 
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS, Object
 from finetune_trainer.config import FailureClass, Phase, Progress, Termination
-from support.aks.aks_world import ADDRESS, NODES, AksWorld
 from support.cluster.played_pods import ProgressServer
 from support.kernel.kernel_world import World
 from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld
 
 TRAINS = Progress(phase=Phase.TRAINING, step=1, total_steps=10)
 SAVED = Termination(failure_class=FailureClass.PREEMPTED, exit_code=75, message="saved step 7")
 DONE = Termination(failure_class=FailureClass.COMPLETED, exit_code=0, message="done")
 
 
-def live(life: Callable[[AksWorld], Coroutine[Any, Any, None]]) -> None:
+def live(life: Callable[[KubernetesWorld], Coroutine[Any, Any, None]]) -> None:
     async def work() -> None:
         async with ProgressServer(TRAINS).serving(ADDRESS) as said:
-            await life(AksWorld(said.port))
+            await life(KubernetesWorld(said.port))
 
     run(work())
 
@@ -34,7 +34,7 @@ async def write(world: World, kind: str) -> None:
     await world.api.patch(FINE_TUNE_JOBS, "tiny", "ns", change, subresource="status")
 
 
-async def first_runs(world: AksWorld) -> None:
+async def first_runs(world: KubernetesWorld) -> None:
     await world.apply()
     await world.settle()
     await world.make_pods(1)
@@ -56,7 +56,7 @@ def told(world: World) -> list[str]:
 @pytest.mark.parametrize("kind", ["Complete", "Failed"])
 @pytest.mark.parametrize("dies", [False, True], ids=["", "the operator starts anew"])
 def test_its_attempt_is_stopped_and_the_status_says_what_is_so(kind: str, dies: bool) -> None:
-    async def life(world: AksWorld) -> None:
+    async def life(world: KubernetesWorld) -> None:
         await first_runs(world)
         await write(world, kind)
         await world.settle()
@@ -87,7 +87,7 @@ def test_its_attempt_is_stopped_and_the_status_says_what_is_so(kind: str, dies: 
 
 
 def test_an_attempt_that_is_done_all_the_same_is_complete() -> None:
-    async def life(world: AksWorld) -> None:
+    async def life(world: KubernetesWorld) -> None:
         await first_runs(world)
         await write(world, "Complete")
         await world.end_pods(1, *range(NODES), code=0, words=DONE.to_json())
@@ -103,7 +103,7 @@ def test_an_attempt_that_is_done_all_the_same_is_complete() -> None:
 
 @pytest.mark.parametrize("dies", [False, True], ids=["", "the operator starts anew"])
 def test_an_attempt_whose_pods_were_never_observed_is_stopped(dies: bool) -> None:
-    async def life(world: AksWorld) -> None:
+    async def life(world: KubernetesWorld) -> None:
         await world.apply()
         await world.settle()
         await world.make_pods(1)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from finetune_operator.backends.aks.watched import WATCHES, trim_job, trim_pod
+from finetune_operator.backends.kubernetes.watched import WATCHES, trim_job, trim_pod
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import ABSENT_SECONDS, Informer
 from finetune_operator.kube.api_errors import ApiError, NotFoundError, UnavailableError

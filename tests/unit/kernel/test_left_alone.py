@@ -4,16 +4,18 @@ from datetime import timedelta
 
 import pytest
 
-from finetune_operator.backends.aks.child_names import FACTS_ANNOTATION
+from finetune_operator.backends.kubernetes.child_names import FACTS_ANNOTATION
 from finetune_operator.errors import BackendError, TransientError
 from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, JOBS
-from support.aks.aks_world import AksWorld
 from support.kernel.fake_backend import FakeBackend
 from support.kernel.kernel_world import KEY, POINTS, World
 from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_world import KubernetesWorld
 
 NO_PLUGIN = [point for point in POINTS if point.name != "fake"]
-UNKNOWN = "spec.backend.type fake is not installed (available: aks, azureml, configmap, local)"
+UNKNOWN = (
+    "spec.backend.type fake is not installed (available: azureml, configmap, kubernetes, local)"
+)
 
 
 def reasons(world: World) -> list[str]:
@@ -133,7 +135,7 @@ def test_facts_that_somebody_took_from_a_batch_job_are_told_with_what_to_do(
     text: str | None, what: str
 ) -> None:
     async def work() -> None:
-        world = AksWorld(9400)
+        world = KubernetesWorld(9400)
         await world.apply()
         await world.settle()
         before = world.api.objects(JOBS)[0]["metadata"]["annotations"][FACTS_ANNOTATION]

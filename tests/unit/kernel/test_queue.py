@@ -359,13 +359,13 @@ def test_a_key_whose_group_changed_while_it_was_processed_is_in_one_hand() -> No
     """The event of a child comes before its job is listed, so its backend is unknown."""
 
     async def work() -> None:
-        groups = {A: "unknown", B: "aks"}
+        groups = {A: "unknown", B: "kubernetes"}
         made = WorkQueue(Backoff(1.0, 8.0), group_of=groups.__getitem__, share=1)
         made.add(A)
         assert await made.get() == A
         made.add(B)
         assert await made.get() == B  # its group has its share now
-        groups[A] = "aks"
+        groups[A] = "kubernetes"
         made.add(A)
         made.done(A)
         with pytest.raises(TimeoutError):

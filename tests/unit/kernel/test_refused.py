@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.validation import defaulted
-from finetune_operator.backends.aks import kept
+from finetune_operator.backends.kubernetes import kept
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.resources import (
@@ -19,12 +19,12 @@ from finetune_operator.kube.resources import (
     JOBS,
     Object,
 )
-from support.aks.aks_cases import JOB, profile
 from support.api.builders import manifest
 from support.kernel.fake_api import FakeApi
 from support.kernel.kernel_world import START
 from support.kernel.live_world import SETTINGS
 from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 PLACES = ("team-a", "team-b")
 BOTH = ("list", "watch")

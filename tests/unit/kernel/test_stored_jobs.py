@@ -29,9 +29,9 @@ from finetune_operator.kube.resources import (
     Object,
 )
 from finetune_trainer.config import Phase, Progress
-from support.aks.aks_world import CHILDREN, AksWorld
 from support.cluster.last_release import stored_jobs, stored_objects
 from support.cluster.played_pods import ProgressServer, end_pod
+from support.kubernetes.kubernetes_world import CHILDREN, KubernetesWorld
 
 KINDS = {one.kind: one for one in (FINE_TUNE_JOBS, *CHILDREN)}
 # Recorded as spec.observability.metricsPort, of which each batch Job has a digest.
@@ -55,7 +55,7 @@ ATTEMPTS = {
 Life = Callable[["StoredWorld"], Coroutine[Any, Any, None]]
 
 
-class StoredWorld(AksWorld):
+class StoredWorld(KubernetesWorld):
     """A cluster with the objects of one stored job, seconds after they were recorded.
 
     Attributes:

@@ -7,8 +7,8 @@ import pytest
 
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.api.validation import defaulted
-from finetune_operator.backends.aks.backend import AksBackend
 from finetune_operator.backends.azureml.backend import AzureMLBackend
+from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.kernel.job_events import FollowedJobs
 from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.api_errors import UnavailableError
@@ -272,4 +272,4 @@ def test_a_scrape_asks_nobody() -> None:
 
 def test_nobody_can_scrape_what_runs_on_azure_ml() -> None:
     assert not AzureMLBackend.pages_are_scraped
-    assert AksBackend.pages_are_scraped
+    assert KubernetesBackend.pages_are_scraped

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from finetune_operator.api.placeholders import with_names
-from finetune_operator.api.schema import ApiModel, Rule
+from finetune_operator.api.schema import ApiModel, OmitDefault, Rule
 from finetune_operator.api.v1alpha1.inputs import DatasetSpec, ModelSpec
 from finetune_operator.api.v1alpha1.lifecycle import (
     CheckpointSpec,
@@ -20,7 +20,11 @@ from finetune_operator.api.v1alpha1.method import MethodSpec, StrategySpec
 from finetune_operator.api.v1alpha1.status import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.topology import BackendSpec, Capacity, TopologySpec
 from finetune_operator.api.v1alpha1.training import INT32_MAX, TrainingSpec
-from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES, changes_only_while_suspended
+from finetune_operator.api.v1alpha1.transitions import (
+    BACKEND_NEVER_CHANGES,
+    NEVER_CHANGES,
+    changes_only_while_suspended,
+)
 
 MANAGED_BY = "finetune.dev/operator"
 
@@ -40,9 +44,12 @@ _BATCH_DETAIL = (
     f"({_BELOW} > 0 ? string({_BELOW}) + ' or ' : '') + string({_BELOW} + {_STEP})"
 )
 
-_ON_CLUSTER = "(self.backend.type in ['aks', 'azureml'])"
+_NAMES_BACKEND = "has(self.backend) && has(self.backend.type)"
+_ON_CLUSTER = f"(!({_NAMES_BACKEND}) || self.backend.type in ['kubernetes', 'aks', 'azureml'])"
 # On Azure ML, checkpoints without a URI are stored in the datastore of the profile.
-_KEEPS_CHECKPOINTS = "(has(self.checkpoint.uri) || self.backend.type == 'azureml')"
+_KEEPS_CHECKPOINTS = (
+    f"(has(self.checkpoint.uri) || ({_NAMES_BACKEND} && self.backend.type == 'azureml'))"
+)
 _LOCAL_ONLY = (
     "is a path on this machine, which only backend type local can read; "
     "use backend.type: local or another source"
@@ -109,8 +116,8 @@ class FineTuneJobSpec(ApiModel):
     """Additions to the pods; fields that the operator sets take precedence."""
     managed_by: Annotated[str, Field(min_length=1, max_length=63), NEVER_CHANGES] = MANAGED_BY
     """Controller that manages the job; other controllers ignore the job."""
-    backend: BackendSpec = BackendSpec()
-    """Backend that runs the job."""
+    backend: Annotated[BackendSpec, OmitDefault()] = BackendSpec()
+    """Backend that runs the job; absent means kubernetes."""
 
     cel_reads = (
         "topology.gpusPerNode",
@@ -314,6 +321,7 @@ class FineTuneJob(ApiModel):
             field="spec.strategy.type",
         ),
         changes_only_while_suspended(),
+        BACKEND_NEVER_CHANGES,
     )
 
     @model_validator(mode="before")

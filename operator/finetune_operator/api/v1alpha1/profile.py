@@ -1,4 +1,4 @@
-"""`FineTuneProfile`: settings of a cluster administrator for all jobs of aks or azureml.
+"""`FineTuneProfile`: settings of a cluster administrator for all jobs of kubernetes or azureml.
 
 Cluster-scoped. A job names a profile and gets its image, volumes and node pools, or its workspace,
 compute and datastore. `allow` lists the namespaces that may use it, and the other resources that
@@ -163,7 +163,7 @@ class FineTuneProfileSpec(ApiModel):
     """Settings of every job that names the profile, and the options that such a job may choose."""
 
     image: Image | None = None
-    """Trainer image; only in a profile of the aks backend."""
+    """Trainer image; only in a profile of the kubernetes backend."""
     azureml: AzureMLSettings | None = None
     """Azure ML workspace; only in a profile of the azureml backend."""
     command: Annotated[list[Text], Field(min_length=1, max_length=64)] = Field(
@@ -222,13 +222,13 @@ class FineTuneProfileSpec(ApiModel):
     cel_rules = (
         Rule(
             "has(self.image) != has(self.azureml)",
-            "must set exactly one of image (aks backend) and azureml",
+            "must set exactly one of image (kubernetes backend) and azureml",
         ),
     )
 
 
 class FineTuneProfile(ApiModel):
-    """A blueprint for jobs of the aks or the azureml backend."""
+    """A blueprint for jobs of the kubernetes or the azureml backend."""
 
     api_version: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
     kind: Literal["FineTuneProfile"] = "FineTuneProfile"

@@ -1,13 +1,18 @@
 """Compute resources of a job: `spec.topology`, `spec.capacity` and `spec.backend`."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from finetune_operator.api.placeholders import ONLY_KNOWN
-from finetune_operator.api.schema import ApiModel, Rule
-from finetune_operator.api.v1alpha1.transitions import NEVER_CHANGES
+from finetune_operator.api.schema import ApiModel, OmitDefault, Rule
+
+KUBERNETES = "kubernetes"
+AKS = "aks"
+"""The name of `kubernetes` in release 0.1.0. Stored jobs and manifests may have it."""
+
+_NAMES = f"['{KUBERNETES}', '{AKS}']"
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Image = Annotated[str, Field(min_length=1, max_length=512)]
@@ -91,11 +96,11 @@ class TopologySpec(ApiModel):
     )
 
 
-class AksSpec(ApiModel):
-    """Settings of the aks backend."""
+class KubernetesSpec(ApiModel):
+    """Settings of the kubernetes backend."""
 
-    profile: Name = "default"
-    """FineTuneProfile with the image, volumes and node pools."""
+    profile: Annotated[Name, OmitDefault()] = "default"
+    """FineTuneProfile with the image, volumes and node pools; absent means default."""
     service_account_name: Name | None = None
     """Service account of the pods, which the profile must allow; absent means the profile's."""
     image: Image | None = None
@@ -159,11 +164,14 @@ class BackendSpec(ApiModel):
     """Backend that runs the job."""
 
     type: Annotated[
-        str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), NEVER_CHANGES
-    ] = "aks"
-    """aks, azureml, local, or the name of an installed plugin."""
-    aks: AksSpec | None = None
-    """Settings of the aks backend."""
+        str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63), OmitDefault()
+    ] = KUBERNETES
+    """kubernetes, azureml, local, or the name of an installed plugin; absent means kubernetes.
+    aks is the name of kubernetes in release 0.1.0."""
+    kubernetes: KubernetesSpec | None = None
+    """Settings of the kubernetes backend."""
+    aks: KubernetesSpec | None = None
+    """The name of kubernetes in release 0.1.0."""
     azureml: AzureMLSpec | None = None
     """Settings of the azureml backend."""
     local: LocalSpec | None = None
@@ -171,11 +179,35 @@ class BackendSpec(ApiModel):
 
     cel_rules = (
         *(
-            Rule(
-                f"!has(self.{block}) || self.type == '{block}'",
-                "has no effect with another backend type; remove it",
-                field=block,
+            Rule(condition, "has no effect with another backend type; remove it", field=block)
+            for block, condition in (
+                *(
+                    (block, f"!has(self.{block}) || !has(self.type) || self.type in {_NAMES}")
+                    for block in (KUBERNETES, AKS)
+                ),
+                *(
+                    (block, f"!has(self.{block}) || (has(self.type) && self.type == '{block}')")
+                    for block in ("azureml", "local")
+                ),
             )
-            for block in ("aks", "azureml", "local")
+        ),
+        Rule(
+            "!has(self.aks) || !has(self.kubernetes)",
+            "is another name of kubernetes, which is set, too; remove aks",
+            field="aks",
         ),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        block = {KUBERNETES if key == AKS else key: part for key, part in value.items()}
+        return {**block, "type": backend_name(block)}
+
+
+def backend_name(block: Any) -> str:
+    """Return the name of the backend that `spec.backend` of a raw object chooses."""
+    name = (block.get("type") if isinstance(block, dict) else None) or KUBERNETES
+    return KUBERNETES if name == AKS else str(name)

@@ -15,12 +15,13 @@ from finetune_operator.api.schema import ApiModel, Rule
 _ALWAYS_PRESENT = (
     "model", "dataset", "method", "strategy", "training", "topology.gpusPerNode", "topology.rdma",
     "topology.placement", "capacity", "checkpoint", "takeOver", "restartPolicy.restartsInPlace",
-    "restartPolicy.backoff", "backend",
+    "restartPolicy.backoff",
 )  # fmt: skip
 _OPTIONAL = (
     "topology.minNodes", "topology.maxNodes", "topology.processesPerNode", "topology.instanceType",
     "output", "restartPolicy.rules", "queue", "podTemplate",
 )  # fmt: skip
+_BACKEND = "backend"
 _FROZEN = (
     "model", "dataset", "method", "training.globalBatchSize", "training.maxSeqLength",
     "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
@@ -44,7 +45,51 @@ NEVER_CHANGES = Rule("self == oldSelf", "cannot change after creation; create an
 """For a field that has a default and is therefore present before and after an update."""
 
 
+def _backend_name(root: str) -> str:
+    """Return CEL for the name of the backend: absent and aks mean kubernetes."""
+    name = f"{root}.spec.backend.type"
+    is_named = f"has({root}.spec.backend) && has({name}) && {name} != 'aks'"
+    return f"({is_named} ? {name} : 'kubernetes')"
+
+
+BACKEND_NEVER_CHANGES = Rule(
+    f"{_WRITES_STATUS} || {_backend_name('self')} == {_backend_name('oldSelf')}",
+    "cannot change after creation; create another job",
+    field="spec.backend.type",
+)
+
+
+def _kubernetes_setting(root: str, setting: str, default: str) -> str:
+    """Return CEL for a setting of the kubernetes backend, under either of its names."""
+    backend = f"{root}.spec.backend"
+
+    def of(block: str, otherwise: str) -> str:
+        path = f"{backend}.{block}"
+        value = f"(has({path}.{setting}) ? {path}.{setting} : '{default}')"
+        return f"(has({path}) ? {value} : {otherwise})"
+
+    return f"(has({backend}) ? {of('kubernetes', of('aks', repr(default)))} : '{default}')"
+
+
+def _is_same_backend() -> str:
+    """Return CEL that holds if the settings of the backend mean what they meant."""
+    new, old = "self.spec.backend", "oldSelf.spec.backend"
+    is_equal = f"has({new}) && has({old}) && {new} == {old}"
+    settings = (("profile", "default"), ("serviceAccountName", ""), ("image", ""))
+    alike = [
+        " == ".join(_kubernetes_setting(root, *setting) for root in ("self", "oldSelf"))
+        for setting in settings
+    ]
+    for block in ("azureml", "local"):
+        has_new = f"has({new}) && has({new}.{block})"
+        has_old = f"has({old}) && has({old}.{block})"
+        alike.append(f"({has_new} ? {has_old} && {new}.{block} == {old}.{block} : !({has_old}))")
+    return f"({is_equal} || ({' && '.join(alike)}))"
+
+
 def _is_same(field: str) -> str:
+    if field == _BACKEND:
+        return _is_same_backend()
     new, old = f"self.spec.{field}", f"oldSelf.spec.{field}"
     if field in _OPTIONAL:
         return f"(has({new}) ? has({old}) && {new} == {old} : !has({old}))"
@@ -53,7 +98,7 @@ def _is_same(field: str) -> str:
 
 def changes_only_while_suspended() -> Rule:
     """Return the rule on the whole object that guards every field which an attempt depends on."""
-    fields = (*_ALWAYS_PRESENT, *_OPTIONAL)
+    fields = (*_ALWAYS_PRESENT, *_OPTIONAL, _BACKEND)
     same = " && ".join(_is_same(field) for field in fields)
     changed = " + ".join(f"({_is_same(field)} ? '' : ' spec.{field}')" for field in fields)
     return Rule(
@@ -71,7 +116,7 @@ def changes_of_training(old: ApiModel, new: ApiModel) -> list[str]:
 
 def changes_that_suspend(old: ApiModel, new: ApiModel) -> list[str]:
     """Return the changed fields that the API accepts only while a job is suspended."""
-    return _changed(old, new, (*_ALWAYS_PRESENT, *_OPTIONAL))
+    return _changed(old, new, (*_ALWAYS_PRESENT, *_OPTIONAL, _BACKEND))
 
 
 def _changed(old: ApiModel, new: ApiModel, paths: Iterable[str]) -> list[str]:

@@ -45,7 +45,7 @@ from finetune_operator.backends.base import (
 from finetune_operator.backends.budget import Priority
 from finetune_operator.backends.profiles import (
     PROFILES,
-    USED_BY_AKS,
+    USED_BY_KUBERNETES,
     ProfileError,
     Profiles,
     profile_to_render,
@@ -76,7 +76,7 @@ class AzureMLBackend(Backend):
     )
 
     def __init__(self, context: BackendContext) -> None:
-        self._profiles = Profiles(context.cluster, context.profiles, USED_BY_AKS)
+        self._profiles = Profiles(context.cluster, context.profiles, USED_BY_KUBERNETES)
         self._now = context.now
         self._azure = Azure(context.environ)
         self._computes = Computes()

@@ -44,7 +44,8 @@ TRAINER = (sys.executable, "-P", "-m", "finetune_trainer")
 
 # In an operator, every user who may create a job could run programs with the operator's token.
 _IN_A_CLUSTER = (
-    "local would run in the operator's own pod; use aks, or run the job on your machine with ftctl"
+    "local would run in the operator's own pod; use kubernetes, or run the job on your machine "
+    "with ftctl"
 )
 
 

@@ -22,7 +22,6 @@ from finetune_operator.backends.base import Attempt
 from finetune_operator.cli.app import app
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES
-from support.aks import aks_cases
 from support.api.builders import job, manifest, planned
 from support.azureml.azureml_cases import (
     CASES,
@@ -35,6 +34,7 @@ from support.azureml.azureml_cases import (
     profile,
 )
 from support.kernel.kernel_world import World
+from support.kubernetes import kubernetes_cases
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -262,15 +262,17 @@ def test_a_configuration_that_no_variable_can_hold_is_refused_with_what_to_short
 
 
 def test_a_profile_of_another_backend_is_told_by_what_it_has() -> None:
-    (found,) = backend(aks_cases.profile(), "default").validate(job(**JOB))
+    (found,) = backend(kubernetes_cases.profile(), "default").validate(job(**JOB))
     assert str(found) == (
         "spec.backend.azureml.profile default has allow.claims, image, without effect in this "
         "backend; name a profile for it"
     )
-    (found,) = aks_cases.backend(profile({"sizes": ["a"]})).validate(job(**aks_cases.JOB))
+    (found,) = kubernetes_cases.backend(profile({"sizes": ["a"]})).validate(
+        job(**kubernetes_cases.JOB)
+    )
     assert str(found) == (
-        "spec.backend.aks.profile default has allow.datastores, allow.sizes, azureml, without "
-        "effect in this backend; name a profile for it"
+        "spec.backend.kubernetes.profile default has allow.datastores, allow.sizes, azureml, "
+        "without effect in this backend; name a profile for it"
     )
 
 

@@ -1,0 +1,1 @@
+"""The kubernetes backend: each attempt is one Indexed Job, on nodes that a profile selects."""

@@ -1,0 +1,144 @@
+"""Stop an attempt permanently, and leave its batch Job as the record.
+
+The batch Job gets a deadline in the past: its controller ends all pods with their grace period and
+creates no more. The name remains taken, so the same attempt is not started again. The deadline of a
+suspended Job does not run, so it gets the condition FailureTarget instead. Its controller treats
+that as its own decision to fail the Job, even if a queue or a user resumes it.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+
+from finetune_operator.backends.kubernetes.child_names import CANCELLED_ANNOTATION, AttemptName
+from finetune_operator.backends.kubernetes.children import Children
+from finetune_operator.backends.kubernetes.finality import (
+    GIVEN_UP,
+    PASSED_DEADLINE_SECONDS,
+    is_ending,
+)
+from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.kube.api_errors import ConflictError, InvalidError, NotFoundError
+from finetune_operator.kube.labels import GRACE_ANNOTATION
+from finetune_operator.kube.resources import JOBS, PODS, Object
+
+MIN_GRACE_SECONDS = 1.0
+"""With 0 the API server would delete the pod object while its processes may still write."""
+
+_TOLERANCE = timedelta(seconds=2)  # smaller differences are not worth a request per pod
+
+
+class Canceller:
+    """Cancels attempts of one cluster; remembers the pods that it has deleted.
+
+    Args:
+        now: Returns the current time, with a time zone.
+    """
+
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        self._now = now
+        self._ends: dict[str, dict[str, datetime]] = {}  # by attempt uid, then by pod uid
+
+    async def cancel(
+        self, children: Children, name: AttemptName, uid: str, until: datetime
+    ) -> None:
+        """Stop the attempt at this time; a later call can only set an earlier time.
+
+        Raises:
+            ApiError: The API server refuses or does not respond.
+        """
+        batch_job = await children.batch_job(name)
+        if batch_job is not None and batch_job["metadata"]["uid"] == uid:
+            await end(children, batch_job)
+        pods = [pod for pod in await children.pods(name, uid) if is_alive(pod)]
+        await self._hurry(children, pods, until, self._ends.setdefault(uid, {}))
+
+    def forget(self, uid: str) -> None:
+        """Drop the state of a finished attempt."""
+        self._ends.pop(uid, None)
+
+    async def _hurry(
+        self, children: Children, pods: Iterable[Object], until: datetime, ends: dict[str, datetime]
+    ) -> None:
+        """Delete pods that would end later; the API server accepts only an earlier end."""
+        now = self._now()
+        for pod in pods:
+            metadata = pod["metadata"]
+            if ends.get(metadata["uid"], _own_end(metadata, now)) <= until + _TOLERANCE:
+                continue
+            grace = max(MIN_GRACE_SECONDS, (until - now).total_seconds())
+            place = (metadata["name"], metadata["namespace"])
+            try:
+                await children.cluster.client.delete(
+                    PODS, *place, uid=metadata["uid"], grace_seconds=grace
+                )
+            except (ConflictError, NotFoundError):
+                continue  # deleted in the meantime
+            ends[metadata["uid"]] = until
+
+
+async def end(children: Children, batch_job: Object) -> None:
+    """End a batch Job; repeat if another client undid that before it took effect.
+
+    Raises:
+        ApiError: The API server refuses or does not respond.
+    """
+    if is_ending(batch_job):
+        return
+    metadata = batch_job["metadata"]
+    name = AttemptName.parse(f"{metadata['namespace']}/{metadata['name']}")
+    try:
+        if batch_job["spec"].get("suspend"):
+            await _give_up(children, name, metadata["uid"])
+        else:
+            await _set_passed_deadline(children, name, metadata["uid"])
+    except (ConflictError, InvalidError, NotFoundError):
+        # Deleted, perhaps recreated by another client: the new object is not the attempt.
+        there = await children.ask(name)
+        if there is not None and there["metadata"]["uid"] == metadata["uid"]:
+            raise
+
+
+async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
+    """Make a suspended batch Job fail, unless it has changed: a client may resume it."""
+    there = await children.ask(name)
+    if there is None or there["metadata"]["uid"] != uid or is_ending(there):
+        return
+    if not there["spec"].get("suspend"):
+        await _set_passed_deadline(children, name, uid)
+        return
+    metadata, status = there["metadata"], there.get("status", {})
+    failing = {
+        "type": "FailureTarget",
+        "status": "True",
+        "reason": GIVEN_UP,
+        "message": "the finetune-operator has ended this attempt; it never runs again",
+    }
+    kept = [one for one in status.get("conditions") or () if one["type"] != "FailureTarget"]
+    change: Object = {
+        "metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]},
+        "status": {
+            # The API server refuses a failure of a Job that was never started.
+            "startTime": status.get("startTime", metadata["creationTimestamp"]),
+            "conditions": [*kept, failing],
+        },
+    }
+    client, place = children.cluster.client, (name.batch_job, name.namespace)
+    children.note_response(await client.patch(JOBS, *place, change, subresource="status"))
+
+
+async def _set_passed_deadline(children: Children, name: AttemptName, uid: str) -> None:
+    change: Object = {
+        "metadata": {"uid": uid, "annotations": {CANCELLED_ANNOTATION: "true"}},
+        "spec": {"activeDeadlineSeconds": PASSED_DEADLINE_SECONDS},
+    }
+    client = children.cluster.client
+    children.note_response(await client.patch(JOBS, name.batch_job, name.namespace, change))
+
+
+def _own_end(metadata: Object, now: datetime) -> datetime:
+    """Return when the pod is killed, given that its controller has deleted it or deletes it now."""
+    if (ends := metadata.get("deletionTimestamp")) is not None:
+        return datetime.fromisoformat(ends)
+    annotations = metadata.get("annotations") or {}
+    grace = annotations.get(GRACE_ANNOTATION)
+    return now + timedelta(seconds=float(grace)) if grace else datetime.max.replace(tzinfo=UTC)

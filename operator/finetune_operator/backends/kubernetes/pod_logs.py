@@ -1,0 +1,44 @@
+"""The log of a rank, which is its pod's log and shared by all ranks of the node."""
+
+from collections.abc import AsyncIterator
+
+from finetune_operator.backends.kubernetes.child_names import CONTAINER, AttemptName, facts_of
+from finetune_operator.backends.kubernetes.children import Children
+from finetune_operator.backends.kubernetes.log_tail import kept_tail
+from finetune_operator.backends.kubernetes.pod_termination import index_of
+from finetune_operator.errors import NoSuchRankError
+from finetune_operator.kube.api_errors import InvalidError, NotFoundError
+from finetune_operator.kube.resources import Object
+
+TAIL_LINES = 1000
+
+
+async def read_log(
+    children: Children, name: AttemptName, batch_job: Object, rank: int, follow: bool
+) -> AsyncIterator[str]:
+    """Yield the last lines of the pod that `rank` runs in; `follow` continues to its end.
+
+    Without a log, a sentence gives the reason, and the stored lines of the attempt's log follow.
+    """
+    facts = facts_of(batch_job)
+    world_size = facts.nodes * facts.processes_per_node
+    if rank >= world_size:
+        ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        raise NoSuchRankError(f"rank {rank} does not exist; {name} has {ranks}")
+    index = rank // facts.processes_per_node
+    pods = await children.pods(name, batch_job["metadata"]["uid"])
+    pods = [one for one in pods if index_of(one) == index]
+    if not pods:
+        yield f"the pod of rank {rank} of {name} no longer exists"
+        for line in kept_tail(batch_job):
+            yield line
+        return
+    newest = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
+    pod = newest["metadata"]["name"]
+    client = children.cluster.client
+    try:
+        lines = client.log(pod, name.namespace, container=CONTAINER, tail=TAIL_LINES, follow=follow)
+        async for line in lines:
+            yield line
+    except (InvalidError, NotFoundError) as error:
+        yield f"pod {pod} of rank {rank} has no log ({error})"

@@ -1,0 +1,63 @@
+"""Kinds that the kubernetes backend watches, and the fields of their objects that it caches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_operator.backends.profiles import PROFILES
+from finetune_operator.kube import resources
+from finetune_operator.kube.compact import compact
+from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
+from finetune_operator.kube.resources import Object
+from finetune_operator.kube.watch import Watch
+
+_METADATA = (
+    "name", "namespace", "uid", "resourceVersion", "labels", "creationTimestamp",
+    "deletionTimestamp", "ownerReferences",
+)  # fmt: skip
+_JOB_SPEC = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelism", "suspend")
+
+
+def _only(source: Mapping[str, Any], *names: str) -> Object:
+    return {name: source[name] for name in names if name in source}
+
+
+def trim_pod(obj: Object) -> Object:
+    """Retain a pod's metadata, node, status and the annotation GRACE_ANNOTATION."""
+    spec = _only(obj.get("spec", {}), "nodeName", "containers")
+    names = [_only(one, "name") for one in spec.pop("containers", ())]
+    metadata = _only(obj["metadata"], *_METADATA)
+    if grace := _only(obj["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
+        metadata["annotations"] = grace
+    return {
+        "metadata": metadata,
+        "spec": {**spec, "containers": names},
+        "status": obj.get("status", {}),
+    }
+
+
+def trim_job(obj: Object) -> Object:
+    """Retain a batch Job's metadata, size, conditions and number of active pods.
+
+    Also the fields by which it ends or creates pods again, because a client may change them.
+    """
+    return {
+        "metadata": _only(obj["metadata"], *_METADATA, "annotations"),
+        "spec": _only(obj.get("spec", {}), *_JOB_SPEC),
+        "status": _only(obj.get("status", {}), "active", "conditions"),
+    }
+
+
+WATCHES = (
+    Watch(resources.JOBS, trim=trim_job),
+    Watch(resources.PODS, trim=trim_pod),
+    PROFILES,
+    Watch(resources.SERVICES, trim=compact, is_vital=False),
+    Watch(resources.NETWORK_POLICIES, trim=compact, is_vital=False),
+    Watch(
+        resources.ENDPOINT_SLICES,
+        # Controllers copy a Service's labels to the slices that they write.
+        selector=f"{JOB_UID_LABEL},endpointslice.kubernetes.io/managed-by=finetune.dev",
+        trim=compact,
+        is_vital=False,
+    ),
+)

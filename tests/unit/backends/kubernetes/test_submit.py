@@ -1,0 +1,96 @@
+"""What keeps the kubernetes backend from creating an attempt, on a server in memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune_operator.api.v1alpha1 import FineTuneJob
+from finetune_operator.backends.base import Attempt, BackendContext, Found
+from finetune_operator.backends.kubernetes.backend import KubernetesBackend
+from finetune_operator.errors import TransientError
+from finetune_operator.kube.cache import ObjectCache
+from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.labels import JOB_LABEL
+from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object, Resource
+from support.api.builders import planned, ref_to
+from support.kernel.fake_api import FakeApi
+from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_cases import JOB, profile
+
+Caches = Callable[[Resource], ObjectCache]
+
+
+def process(api: FakeApi) -> tuple[KubernetesBackend, Caches]:
+    """Return the backend of one operator process, and its caches, which know a profile alone."""
+    caches: dict[Resource, ObjectCache] = {}
+
+    def cache(resource: Resource) -> ObjectCache:
+        return caches.setdefault(resource, ObjectCache(resource))
+
+    spec = profile().model_dump(by_alias=True, exclude_none=True, mode="json")
+    metadata = {"name": "default", "resourceVersion": "1"}
+    cache(FINE_TUNE_PROFILES).put({"metadata": metadata, "spec": spec})
+    cache(JOBS).replace([], "0")
+    return KubernetesBackend(BackendContext(Path(), cluster=Cluster(api, cache))), cache
+
+
+def opened(job: FineTuneJob) -> FineTuneJob:
+    """Return the job as its status tells of attempt 1."""
+    return job.model_copy(update={"status": job.status.model_copy(update={"attempt": 1})})
+
+
+def pod(phase: str, version: int) -> Object:
+    metadata: Object = {
+        "name": "tiny-1-0-abc",
+        "namespace": "default",
+        "resourceVersion": str(version),
+    }
+    owner = {"kind": "Job", "name": "tiny-1", "uid": "deleted", "controller": True}
+    metadata |= {"labels": {JOB_LABEL: "tiny"}, "ownerReferences": [owner]}
+    return {"metadata": metadata, "status": {"phase": phase}}
+
+
+def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen() -> None:
+    async def work() -> None:
+        api = FakeApi()
+        backend, cache = process(api)
+        request = backend.render(planned(**JOB), Attempt(1))
+        cache(PODS).put(pod("Running", 1))
+        with pytest.raises(TransientError, match="pod tiny-1-0-abc still exists"):
+            await backend.submit(request)
+        assert api.objects(JOBS) == []
+        cache(PODS).put(pod("Failed", 2))
+        await backend.submit(request)
+        assert [one["metadata"]["name"] for one in api.objects(JOBS)] == ["tiny-1"]
+
+    run(work())
+
+
+def test_an_attempt_that_was_opened_is_found_before_a_watch_tells_of_it() -> None:
+    async def work() -> None:
+        api, plan = FakeApi(), planned(**JOB)
+        first, _ = process(api)
+        handle = await first.submit(first.render(plan, Attempt(1)))
+        second, cache = process(api)
+        assert await second.find(plan.job, Attempt(1)) is None  # nothing says that there is one
+        found = await second.find(opened(plan.job), Attempt(1))
+        assert isinstance(found, Found)
+        assert found.handle == handle
+        assert len(cache(JOBS)) == 1  # or the next look would take it for one that was deleted
+        assert not (await second.observe(ref_to(handle))).all_gone
+
+    run(work())
+
+
+def test_an_attempt_is_not_taken_for_one_that_never_was_while_a_pod_of_it_lives() -> None:
+    async def work() -> None:
+        api, plan = FakeApi(), planned(**JOB)
+        backend, cache = process(api)
+        cache(PODS).put(pod("Running", 1))
+        with pytest.raises(TransientError, match="pod tiny-1-0-abc still exists"):
+            await backend.find(opened(plan.job), Attempt(1))
+        cache(PODS).put(pod("Failed", 2))
+        assert await backend.find(opened(plan.job), Attempt(1)) is None
+
+    run(work())
