@@ -27,6 +27,7 @@ from rich.text import Text
 
 from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
+from finetune_operator.backends.local.machine_checks import usable_cores
 from finetune_operator.cli.doctor_azureml import examine_azureml
 from finetune_operator.cli.doctor_cluster import examine_cluster
 from finetune_operator.cli.findings import Finding, State
@@ -200,7 +201,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _machine(folder: Path) -> list[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     free = shutil.disk_usage(folder).free / GIB
     return [
         Finding("machine", "python", State.OK, f"{platform.python_version()} ({sys.executable})"),

@@ -7,7 +7,7 @@ their modules.
 """
 
 import asyncio
-import os
+import platform
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -57,6 +57,7 @@ class LocalBackend(Backend):
         command: Command of each node; the path of its configuration is appended.
         cores: CPU cores that ranks share.
         gpus: Counts the machine's GPUs.
+        system: Operating system, as `platform.system` names it; by default that of this machine.
     """
 
     name: ClassVar[str] = BACKEND
@@ -72,11 +73,13 @@ class LocalBackend(Backend):
         command: Sequence[str] = TRAINER,
         cores: int | None = None,
         gpus: Callable[[], int] = machine_checks.installed_gpus,
+        system: str | None = None,
     ) -> None:
         self._context = context
         self._command = tuple(command)
-        self._cores = cores or len(os.sched_getaffinity(0))
+        self._cores = cores or machine_checks.usable_cores()
         self._gpus = gpus
+        self._system = system or platform.system()
 
     def folders(self, job: FineTuneJob) -> Folders:
         """Return where the job's files are."""
@@ -91,7 +94,9 @@ class LocalBackend(Backend):
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List missing inputs, folders that cannot be written, and missing GPUs and libraries."""
         base, environ = self._context.manifest_dir, self._context.environ
-        found = machine_checks.missing(job, base, environ, cores=self._cores, gpus=self._gpus)
+        found = machine_checks.missing(
+            job, base, environ, cores=self._cores, gpus=self._gpus, system=self._system
+        )
         return [*(machine_checks.missing_libraries() if self._command == TRAINER else ()), *found]
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:

@@ -4,7 +4,6 @@
 """
 
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -78,13 +77,22 @@ def missing(
     *,
     cores: int,
     gpus: Callable[[], int],
+    system: str,
 ) -> list[Problem]:
     """Return inputs that are missing, folders that cannot be written, and excessive requests.
 
     Call it only for a job without errors from `unsupported`.
+
+    Args:
+        job: The job.
+        manifest_dir: Folder of its manifest.
+        environ: Environment of the trainer.
+        cores: CPU cores that this process may use.
+        gpus: Counts the GPUs.
+        system: Operating system, as `platform.system` names it.
     """
     return [
-        *_platform(),
+        *_platform(system),
         *_model(job, manifest_dir),
         *_data(job, manifest_dir),
         *_start(job, manifest_dir),
@@ -95,13 +103,19 @@ def missing(
     ]
 
 
+def usable_cores() -> int:
+    """Count the CPU cores that this process may use; macOS does not limit them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
 def installed_gpus() -> int:
     """Count this machine's GPUs by their device files, because torch is not imported here."""
     return sum(entry.name[6:].isdigit() for entry in Path("/dev").glob("nvidia*"))
 
 
-def _platform() -> Iterator[Problem]:
-    system = platform.system()
+def _platform(system: str) -> Iterator[Problem]:
     if system != "Linux":
         message = f"local needs Linux (/proc, pidfd), this is {system}; use WSL or a container"
         yield Problem("spec.backend.type", message)

@@ -22,6 +22,15 @@ def backend(folder: Path, **environ: str) -> LocalBackend:
     return LocalBackend(context, command=("train",), cores=4, gpus=lambda: 2)
 
 
+def test_other_systems_validate_jobs_and_are_refused_before_a_run(tmp_path: Path) -> None:
+    mac = LocalBackend(BackendContext(tmp_path, {}), gpus=lambda: 0, system="Darwin")
+    assert mac.validate(job()) == []
+    messages = [str(one) for one in mac.check_inputs(job())]
+    assert (
+        "spec.backend.type local needs Linux (/proc, pidfd), this is Darwin; use WSL or a container"
+    ) in messages
+
+
 def findings(problems: Any, severity: Severity = Severity.ERROR) -> list[str]:
     return [problem.path for problem in problems if problem.severity is severity]
 
