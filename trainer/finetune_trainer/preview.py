@@ -20,6 +20,7 @@ from finetune_trainer.data.encoding import Encoded, RowEncoder
 from finetune_trainer.data.formats import unread_columns
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import Sequence, fit, prepare
+from finetune_trainer.data.share import Side
 from finetune_trainer.data.source import open_rows
 from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
-    """Yield one dictionary for each of the first `num_rows` rows, then the summary.
+    """Yield one dictionary for each of the first `num_rows` training rows, then the summary.
 
     A row has `index` (from 0), `where` (file and line), `pieces` (for each sequence its consecutive
     [text, is_label] pairs), `tokens`, `label_tokens`, `row_tokens` (before cutting), `is_cut`
@@ -61,7 +62,8 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     data = config.data
     encoder = RowEncoder(data, tokenizer)
     rows = open_rows(data.train, name="train", cache_dir=Path(data.cache_dir))
-    first = list(islice(rows, num_rows))
+    training = Side(rows, data.eval_share, is_held_out=False)
+    first = [row for _, row in islice(training, num_rows)]
     for index, (row, encoded) in enumerate(zip(first, encoder.encode(first), strict=True)):
         pieces = [
             piece for part in encoded.parts for piece in fit(part, data.max_seq_len, data.long_rows)
@@ -80,7 +82,7 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
             "sequences": len(pieces),
         }
     dataset = prepare(data, data.sources, tokenizer, name="train")
-    held_out = prepare(data, (data.eval,), tokenizer, name="eval") if data.eval else None
+    held_out = prepare(data, data.held_out, tokenizer, name="eval") if data.held_out else None
     refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     plan = DataPlan.of(dataset, config)
     summary: dict[str, Any] = {

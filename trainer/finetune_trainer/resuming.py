@@ -53,7 +53,7 @@ def resume(run: Run) -> int:
         if run.world.is_main:
             run.telemetry.warn(
                 f"the held-out rows have changed since the checkpoint of step {manifest.step} "
-                "(spec.dataset.evalSource); earlier losses and the best checkpoint so far are not "
+                f"({_held_out_field(run)}); earlier losses and the best checkpoint so far are not "
                 "compared with the new ones"
             )
     run.patience.best, run.patience.misses = notes.best_eval_loss, notes.evaluations_since_best
@@ -67,6 +67,11 @@ def resume(run: Run) -> int:
     if manifest.eval_loss is None and is_evaluation_due(run, manifest.step):
         run.patience.improves(evaluate(run, manifest.step))  # a stop had interrupted the evaluation
     return manifest.step
+
+
+def _held_out_field(run: Run) -> str:
+    has_share = run.config.data.eval_share is not None
+    return f"spec.dataset.{'evalShare' if has_share else 'evalSource'}"
 
 
 def keep_output_dtype(run: Run, first_step: int) -> None:

@@ -44,7 +44,7 @@ def preview(
     console = Console(highlight=False, soft_wrap=True)
     for line in _prepared(config, rows):
         if "report" in line:
-            for sentence in _summary(line):
+            for sentence in _summary(line, config.data.eval_share):
                 console.print(sentence)
         else:
             console.print(_row(line, is_terminal=console.is_terminal))
@@ -105,10 +105,15 @@ def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
     return text
 
 
-def _summary(line: dict[str, Any]) -> list[str]:
-    sentences = ["train: " + _counts(DataReport.model_validate(line["report"]))]
+def _summary(line: dict[str, Any], eval_share: float | None) -> list[str]:
+    train = DataReport.model_validate(line["report"])
+    sentences = ["train: " + _counts(train)]
     if "eval_report" in line:
-        sentences.append("eval: " + _counts(DataReport.model_validate(line["eval_report"])))
+        held_out = DataReport.model_validate(line["eval_report"])
+        sentences.append("eval: " + _counts(held_out))
+        if eval_share is not None:
+            total = show_count(train.rows + held_out.rows, "row")
+            sentences.append(f"evalShare {eval_share:g} holds out {held_out.rows:,} of {total}")
     sentences.append(
         f"{show_count(line['total_steps'], 'optimizer step')}; maxSeqLength {line['max_seq_len']}"
     )

@@ -168,6 +168,7 @@ def _data(spec: FineTuneJobSpec, locations: Locations) -> trainer.DataConfig:
         train=rows(dataset.source, dataset.split, dataset.weight),
         also=tuple(rows(one.source, one.split, one.weight) for one in dataset.also),
         eval=held_out,
+        eval_share=dataset.eval_share,
         format=dataset.format,
         columns=trainer.ColumnMap(**dataset.columns.model_dump()),
         max_seq_len=spec.training.max_seq_length,

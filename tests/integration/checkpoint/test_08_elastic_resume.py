@@ -1,4 +1,4 @@
-"""A job goes on with another number of ranks: the same data at each step, the same numbers."""
+"""A job resumes with another number of ranks: the same data at each step, the same numbers."""
 
 import itertools
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.config import ExitCode, TrainConfig
+from finetune_trainer.config import ExitCode, Progress, TrainConfig
 from finetune_trainer.data.plan import DataPlan
 from finetune_trainer.data.sequences import prepare
 from finetune_trainer.failpoints import ENV_FAILPOINT
@@ -32,7 +32,11 @@ def run_config(
         folder,
         world={"nproc_per_node": ranks},
         model={"path": str(inputs / "model")},
-        data={"train": {"path": str(inputs / "train.jsonl")}, "max_seq_len": 64},
+        data={
+            "train": {"path": str(inputs / "train.jsonl")},
+            "eval_share": 0.2,
+            "max_seq_len": 64,
+        },
         strategy=strategy_of(strategy, ranks),
         training={"max_steps": STEPS},
         checkpoint={"is_continued": is_continued},
@@ -47,14 +51,18 @@ def strategy_of(name: str, ranks: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     config = run_config(inputs, tmp_path_factory.mktemp("unbroken"), 1, "ddp")
     assert attempt(config) == [0]
-    return losses(config)
+    return config
 
 
 def losses(config: TrainConfig) -> dict[int, float]:
     return {step: values[0] for step, values in numbers(config)["steps"].items()}
+
+
+def evaluations(config: TrainConfig) -> dict[int, float]:
+    return numbers(config)["evaluations"]
 
 
 @pytest.mark.timeout(200)
@@ -70,7 +78,7 @@ def test_ranks_may_come_and_go_between_attempts(
     strategy: str,
     worlds: tuple[int, ...],
     inputs: Path,
-    unbroken: dict[int, float],
+    unbroken: TrainConfig,
     tmp_path: Path,
 ) -> None:
     """Each attempt but the last is told to stop, and leaves one or two steps later."""
@@ -84,7 +92,11 @@ def test_ranks_may_come_and_go_between_attempts(
     resumed = [entry["step"] for entry in events(config) if entry["event"] == "resumed"]
     assert len(resumed) == len(worlds) - 1
     assert resumed == sorted(set(resumed))
-    assert losses(config) == pytest.approx(unbroken, abs=TOLERANCE)
+    assert losses(config) == pytest.approx(losses(unbroken), abs=TOLERANCE)
+    assert evaluations(config) == pytest.approx(evaluations(unbroken), abs=TOLERANCE)
+    assert [*evaluations(config)] == [0, STEPS]
+    progress = Progress.read(Path(config.run_dir) / "progress.json")
+    assert not [text for text in progress.warnings if "held-out rows have changed" in text]
 
 
 def test_every_world_trains_on_the_same_samples_at_each_step(inputs: Path, tmp_path: Path) -> None:

@@ -241,6 +241,19 @@ def test_preview_shows_line_separators_of_unicode_and_names_unread_columns(tmp_p
 
 
 @pytest.mark.full
+def test_preview_counts_the_rows_that_a_share_holds_out(tmp_path: Path) -> None:
+    file = write_project(tmp_path, **{"dataset.evalShare": 0.3})
+
+    done = ftctl("preview", file.name, folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"evalShare 0.3 holds out (\d+) of 24 rows", done.stdout)
+    assert found is not None, done.stdout
+    assert f"eval: {found[1]} rows, " in done.stdout
+    assert f"train: {24 - int(found[1])} rows, " in done.stdout
+
+
+@pytest.mark.full
 def test_preview_gives_the_trainers_own_sentence(tmp_path: Path) -> None:
     file = write_project(tmp_path)
     (tmp_path / "runs").touch()  # no run directory can be made, and none is needed

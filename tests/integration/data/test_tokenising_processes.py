@@ -39,10 +39,10 @@ def batch(number: int, size: int = 5) -> Batch:
         Row(f"line {n}", {"prompt": f"Question {n}?", "completion": "word " * (n % 7)})
         for n in range(first, first + size)
     ]
-    return Batch(first, rows)
+    return Batch([*range(first, first + size)], rows)
 
 
-BAD = Batch(1, [Row("line 1", {"prompt": "without an answer"})])
+BAD = Batch([1], [Row("line 1", {"prompt": "without an answer"})])
 
 
 @pytest.fixture(scope="module")

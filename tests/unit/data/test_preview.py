@@ -1,4 +1,4 @@
-"""The preview prints what the trainer will see, or why it will see nothing."""
+"""The preview prints the rows as the trainer reads them, or the error of the run."""
 
 import json
 import shutil
@@ -34,7 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def previewed(
-    capsys: pytest.CaptureFixture[str], model: Path, folder: Path, rows: str, **data: Any
+    capsys: pytest.CaptureFixture[str],
+    model: Path,
+    folder: Path,
+    rows: str,
+    *,
+    rows_shown: int = 2,
+    **data: Any,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return the exit code and the printed lines for a training file of this text."""
     path = folder / "rows.jsonl"
@@ -54,7 +60,7 @@ def previewed(
     )
     config_path = folder / "config.json"
     config_path.write_text(config.to_json())
-    code = main([str(config_path), "--rows", "2"])
+    code = main([str(config_path), "--rows", str(rows_shown)])
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -89,6 +95,22 @@ def test_rows_are_shown_in_pieces_and_the_report_follows(
     assert summary["report"]["truncatedRows"] == 1
     assert summary["report"]["packs"] >= 1
     assert summary["total_steps"] >= 1
+
+
+def test_rows_that_a_share_holds_out_are_counted_and_not_shown(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Question {n}?", "completion": "word"} for n in range(20)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    code, lines = previewed(capsys, model, tmp_path, text, rows_shown=20, eval_share=0.3)
+    *shown, summary = lines
+    assert code == 0
+    assert summary["report"]["rows"] == len(shown) < 20
+    assert summary["eval_report"]["rows"] == 20 - len(shown)
+
+    code, lines = previewed(capsys, model, tmp_path, text, eval_share=1e-6)
+    assert code == 65
+    assert "holds out none of the 20 rows" in lines[-1]["error"]
 
 
 def test_a_token_that_the_model_has_not_is_found_before_a_run(

@@ -20,23 +20,25 @@ PLAIN, WITH_NEW = ({"prompt": "Hi", "completion": f"Good {word} day."} for word 
 def save_model(folder: Path, *, has_token: bool) -> Path:
     """Save a tokenizer, perhaps with a token more than the model has, and its configuration."""
     tokenizer = tiny_tokenizer(folder)
-    made = {"model_type": "llama", "vocab_size": len(tokenizer)}
-    (folder / "config.json").write_text(json.dumps(made))
+    settings = {"model_type": "llama", "vocab_size": len(tokenizer)}
+    (folder / "config.json").write_text(json.dumps(settings))
     if has_token:
         tokenizer.add_tokens([NEW])
         tokenizer.save_pretrained(folder)
     return folder
 
 
-def prepared(folder: Path, tokenizer: Any, *sources: list[dict[str, str]]) -> TokenDataset:
+def prepared(
+    folder: Path, tokenizer: Any, *sources: list[dict[str, str]], name: str = "train"
+) -> TokenDataset:
     paths = [folder / f"{number}.jsonl" for number in range(len(sources))]
     for path, rows in zip(paths, sources, strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, *also = (DatasetSource(path=str(path)) for path in paths)
-    made = DataConfig(
+    config = DataConfig(
         train=first, also=tuple(also), cache_dir=str(folder / "cache"), allow_special_tokens=True
     )
-    return prepare(made, made.sources, tokenizer)
+    return prepare(config, config.sources, tokenizer, name=name)
 
 
 def test_the_first_row_with_such_a_token_is_named_in_every_source(tmp_path: Path) -> None:
@@ -52,8 +54,9 @@ def test_the_first_row_with_such_a_token_is_named_in_every_source(tmp_path: Path
     )
     assert "spec.dataset.also[0].source" in str(caught.value)
     plain = prepared(tmp_path, tokenizer, [PLAIN] * 3)
-    with pytest.raises(ConfigError, match=r"a row of spec\.dataset\.evalSource has the token"):
-        refuse_unknown_tokens(config, tokenizer, plain, train)
+    held_out = prepared(tmp_path, tokenizer, [PLAIN, WITH_NEW], name="eval")
+    with pytest.raises(ConfigError, match=r"row 2 of spec\.dataset\.evalSource has the token"):
+        refuse_unknown_tokens(config, tokenizer, plain, held_out)
 
 
 def test_tokens_that_no_row_has_and_those_of_add_tokens_are_not_refused(tmp_path: Path) -> None:

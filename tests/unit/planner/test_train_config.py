@@ -376,6 +376,17 @@ def test_train_config_has_the_model_and_the_control_of_the_manifest():
     assert config.control == ControlConfig(hang_seconds=90)
 
 
+def test_a_share_of_the_rows_is_sent_alone_and_a_job_without_one_sends_no_share():
+    config = derived(
+        dataset={"evalShare": 0.1, "also": [{"source": "hf://org/rows", "weight": 0.5}]},
+        training={"evalEverySteps": 5, "earlyStopping": {"patience": 2}},
+    )
+    assert config.data.eval is None
+    assert config.data.eval_share == 0.1
+    assert [one.weight for one in config.data.held_out] == [1.0, 1.0]
+    assert "evalShare" not in derived().to_json()
+
+
 def test_train_config_has_what_the_backend_found_for_it():
     url = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
     config = derived(

@@ -110,6 +110,11 @@ class DataConfig(ContractModel):
         (), description="Further rows to train on, mixed with the rows of `train` by weight."
     )
     eval: DatasetSource | None = None
+    eval_share: Annotated[float, Field(gt=0, le=0.5)] | None = Field(
+        None,
+        description="Share of the rows of `train` and `also` that is held out, chosen by a hash of "
+        "each row.",
+    )
     format: DataFormat = DataFormat.CHAT
     columns: ColumnMap = ColumnMap()
     max_seq_len: Annotated[int, Field(ge=8)] = 2048
@@ -137,6 +142,15 @@ class DataConfig(ContractModel):
         return self
 
     @model_validator(mode="after")
+    def _held_out_rows_are_named_once(self) -> Self:
+        if self.eval is not None and self.eval_share is not None:
+            raise ValueError(
+                "spec.dataset.evalShare cannot be combined with evalSource or evalSplit, which "
+                "name the held-out rows; remove evalShare, or the others"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _packing_is_asked_for_with_packing(self) -> Self:
         if self.is_packing_asked and not self.packing:
             raise ValueError("packing cannot be both requested and turned off")
@@ -146,3 +160,10 @@ class DataConfig(ContractModel):
     def sources(self) -> tuple[DatasetSource, ...]:
         """All data sets for training; `train` comes first."""
         return (self.train, *self.also)
+
+    @property
+    def held_out(self) -> tuple[DatasetSource, ...]:
+        """All data sets with held-out rows, each of weight 1."""
+        if self.eval_share is not None:
+            return tuple(one.model_copy(update={"weight": 1.0}) for one in self.sources)
+        return () if self.eval is None else (self.eval,)

@@ -326,11 +326,12 @@ class TrainConfig(ContractModel):
 
     @model_validator(mode="after")
     def _early_stopping_has_evaluations(self) -> Self:
-        has_them = self.training.eval_every_steps is not None and self.data.eval is not None
+        has_them = self.training.eval_every_steps is not None and bool(self.data.held_out)
         if self.training.early_stopping is not None and not has_them:
             raise ValueError(
                 "spec.training.earlyStopping has no effect without evaluations; set "
-                "spec.training.evalEverySteps and spec.dataset.evalSource, or remove it"
+                "spec.training.evalEverySteps and spec.dataset.evalShare or evalSource, or remove "
+                "it"
             )
         return self
 

@@ -28,13 +28,13 @@ UNREAD = "unread "  # begins the count of rows that have a field which is not re
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive rows.
+    """Successive rows of a source.
 
     Attributes:
-        first: Number of the first row in its source, counted from 1.
+        numbers: Number of each row in its source, counted from 1.
     """
 
-    first: int
+    numbers: list[int]
     rows: list[Row]
 
 
@@ -53,18 +53,19 @@ class EncodedBatch:
     stops: Counter[int]
 
 
-def batches(rows: Iterable[Row]) -> Iterator[Batch]:
-    """Divide rows into batches; a row that exceeds the size of a batch closes its batch."""
-    held: list[Row] = []
-    first, characters = 1, 0
-    for row in rows:
-        held.append(row)
+def batches(rows: Iterable[tuple[int, Row]]) -> Iterator[Batch]:
+    """Divide numbered rows into batches; a row above the size of a batch closes its batch."""
+    held = Batch([], [])
+    characters = 0
+    for number, row in rows:
+        held.numbers.append(number)
+        held.rows.append(row)
         characters += sum(map(len, texts_of(row.values)))
-        if len(held) == ROWS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
-            yield Batch(first, held)
-            first, held, characters = first + len(held), [], 0
-    if held:
-        yield Batch(first, held)
+        if len(held.rows) == ROWS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
+            yield held
+            held, characters = Batch([], []), 0
+    if held.rows:
+        yield held
 
 
 class BatchEncoder:
@@ -89,7 +90,7 @@ class BatchEncoder:
         config, tally, stops = self._config, Counter[str](), Counter[int]()
         long = "split_rows" if config.long_rows is LongRows.SPLIT else "truncated_rows"
         sequences: list[Sequence] = []
-        for number, row in enumerate(self._encoder.encode(batch.rows), start=batch.first):
+        for number, row in zip(batch.numbers, self._encoder.encode(batch.rows), strict=True):
             pieces = [
                 piece
                 for part in row.parts

@@ -10,7 +10,9 @@ from typing import Any
 from finetune_trainer.config import DataConfig
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.sequences import TokenDataset, prepare
+from finetune_trainer.data.share import EmptySideError
 from finetune_trainer.errors import ConfigError, DataError
+from finetune_trainer.refusals import STRICT, Refusals
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,9 @@ def prepare_run(
     refused: Exception | None = None
     current = None
     try:
-        current = prepare_with(config, tokenizer_of, Rules.CURRENT)
+        current = prepare_with(
+            config, tokenizer_of, Rules.CURRENT, Refusals(recorded is None, warn)
+        )
     # Whatever the current rules cannot read must not stop a run that the earlier rules can.
     except (
         DataError,
@@ -78,8 +82,15 @@ def prepare_run(
     return current
 
 
-def prepare_with(config: DataConfig, tokenizer_of: Callable[[Rules], Any], rules: Rules) -> RunData:
+def prepare_with(
+    config: DataConfig,
+    tokenizer_of: Callable[[Rules], Any],
+    rules: Rules,
+    refusals: Refusals = STRICT,
+) -> RunData:
     """Return the tokens of a run with these rules.
+
+    A run that has a checkpoint is not evaluated if `evalShare` no longer holds out a row.
 
     Raises:
         TrainerError: see `sequences.prepare`.
@@ -87,8 +98,11 @@ def prepare_with(config: DataConfig, tokenizer_of: Callable[[Rules], Any], rules
     tokenizer = tokenizer_of(rules)
     train = prepare(config, config.sources, tokenizer, name="train", rules=rules)
     held_out = None
-    if config.eval is not None:
-        held_out = prepare(config, (config.eval,), tokenizer, name="eval", rules=rules)
+    if config.held_out:
+        try:
+            held_out = prepare(config, config.held_out, tokenizer, name="eval", rules=rules)
+        except EmptySideError as error:
+            refusals.refuse(error)
     return RunData(train, held_out, tokenizer, rules)
 
 

@@ -25,7 +25,8 @@ from finetune_trainer.data.crew import Crew
 from finetune_trainer.data.encoding import RowEncoder
 from finetune_trainer.data.piecework import SPECIAL_TEXT, UNREAD, BatchEncoder, batches, fit
 from finetune_trainer.data.rules import Rules
-from finetune_trainer.data.source import Rows, open_rows
+from finetune_trainer.data.share import EmptySideError, Side
+from finetune_trainer.data.source import open_rows
 from finetune_trainer.data.token_store import Sequence, StoredTokens, TokenStore
 from finetune_trainer.errors import DataError, TrainerError
 
@@ -52,9 +53,17 @@ class TokenDataset:
         stops: How many learned turns each special token ends, in all sources.
     """
 
-    def __init__(self, parts: list[tuple[StoredTokens, float]]) -> None:
-        """Join the sources, given as pairs of tokens and weight."""
+    def __init__(
+        self,
+        parts: list[tuple[StoredTokens, float]],
+        fields: tuple[str, ...] = ("spec.dataset.source",),
+    ) -> None:
+        """Join the sources, given as pairs of tokens and weight.
+
+        `fields` are the fields of the manifest that name the sources, for messages.
+        """
         stored = [part for part, _ in parts]
+        self._fields = fields
         self._arrays = [part.arrays for part in stored]
         self.fingerprint = _fingerprint(parts)
         self.lengths: npt.NDArray[np.int32] = self._join("lengths")
@@ -91,8 +100,7 @@ class TokenDataset:
     def origin(self, index: int) -> str:
         """Return row and data set of a sequence for messages."""
         source = int(np.searchsorted(self._first, index, side="right")) - 1
-        field = f"spec.dataset.also[{source - 1}].source" if source else "spec.dataset.source"
-        return f"row {self._rows[index]} of {field}"
+        return f"row {self._rows[index]} of {self._fields[source]}"
 
     def find(self, tokens: Collection[int]) -> tuple[int, int] | None:
         """Return the first sequence with any of these tokens, and the token; None if absent."""
@@ -138,28 +146,49 @@ def prepare(
     every setting that changes a token, so an outdated entry is never read. A damaged entry is
     rebuilt.
 
-    `sources` are the sources of `config`, or `config.eval` alone. `name` is `train` or `eval` and
-    selects the field that messages name. `rules` is the version by which rows are read.
+    `sources` are `config.sources` or `config.held_out`. `name` is `train` or `eval` and selects the
+    side of `evalShare` and the field that messages name. `rules` is the version by which rows are
+    read. With `evalShare` a source without held-out rows is left out if another has some.
 
     Raises:
         DataError: the rows are missing or malformed, or no row has a label token.
+        EmptySideError: `evalShare` leaves no row on this side.
         ConfigError: the format needs a chat template that the model does not have.
         OutputNotWritableError: the cache folder cannot be written.
         TrainerError: the disk is full, or fails.
     """
-    names = [name, *(f"also[{place}]" for place in range(len(sources) - 1))]
-    return TokenDataset(
-        [
-            (_prepare_source(config, source, tokenizer, name, rules), source.weight)
-            for name, source in zip(names, sources, strict=True)
-        ]
-    )
+    first = name if config.eval_share is None else "train"
+    names = [first, *(f"also[{place}]" for place in range(len(sources) - 1))]
+    is_held_out = name == "eval"
+    parts: list[tuple[StoredTokens, float]] = []
+    fields: list[str] = []
+    empty: EmptySideError | None = None
+    for place, source in zip(names, sources, strict=True):
+        try:
+            stored, field = _prepare_source(config, source, tokenizer, place, is_held_out, rules)
+        except EmptySideError as error:
+            if not is_held_out:
+                raise
+            empty = empty or error
+        else:
+            parts.append((stored, source.weight))
+            fields.append(field)
+    if empty is not None and not parts:
+        raise empty
+    return TokenDataset(parts, tuple(fields))
 
 
 def _prepare_source(
-    config: DataConfig, source: DatasetSource, tokenizer: Any, name: str, rules: Rules
-) -> StoredTokens:
-    rows = open_rows(source, name=name, cache_dir=Path(config.cache_dir), rules=rules)
+    config: DataConfig,
+    source: DatasetSource,
+    tokenizer: Any,
+    name: str,
+    is_held_out: bool,
+    rules: Rules,
+) -> tuple[StoredTokens, str]:
+    """Return the tokens of one source, and its field for messages."""
+    whole = open_rows(source, name=name, cache_dir=Path(config.cache_dir), rules=rules)
+    rows = Side(whole, config.eval_share, is_held_out)
     store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer, rules))
     stored = store.open()
     if stored is None:
@@ -170,7 +199,7 @@ def _prepare_source(
     if stored.stops is None:
         ends = RowEncoder(config, tokenizer, rules).ends
         stored = replace(stored, stops=_count_stops(stored.arrays, ends))
-    return stored
+    return stored, whole.field
 
 
 def _count_stops(arrays: Mapping[str, npt.NDArray[Any]], ends: Collection[int]) -> dict[int, int]:
@@ -187,17 +216,18 @@ def _count_stops(arrays: Mapping[str, npt.NDArray[Any]], ends: Collection[int]) 
     return dict(counts)
 
 
-def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
+def _report(tally: Counter[str], config: DataConfig, rows: Side) -> DataReport:
     """Return the report on the rows.
 
     Raises:
-        DataError: the source is empty, or no row has a label token.
+        DataError: there are no rows, or no row has a label token.
     """
-    what = f"{rows.field} {rows.name}"
+    what = rows.name
     if not tally["rows"]:
-        raise DataError(f"{what} holds no rows; give a data set with some")
+        raise rows.empty()
     if not tally["sequences"]:
-        raise DataError(
+        kind = EmptySideError if rows.share is not None else DataError
+        raise kind(
             f"{what}: none of the {tally['rows']} rows has a label token, so no token is learned; "
             "each row needs an assistant turn, completion, output or text that "
             f"begins within spec.training.maxSeqLength ({config.max_seq_len}) tokens"
@@ -235,7 +265,7 @@ def _report(tally: Counter[str], config: DataConfig, rows: Rows) -> DataReport:
 
 
 def _tokenize(
-    config: DataConfig, rows: Rows, tokenizer: Any, store: TokenStore, rules: Rules
+    config: DataConfig, rows: Side, tokenizer: Any, store: TokenStore, rules: Rules
 ) -> StoredTokens:
     tally, stops = Counter[str](), Counter[int]()
     encoder = BatchEncoder(config, tokenizer, rules)
@@ -260,7 +290,7 @@ def _tokenize(
 
 def _encoded(
     encoder: BatchEncoder,
-    rows: Rows,
+    rows: Side,
     tally: Counter[str],
     stops: Counter[int],
     start: Callable[[], Crew | None],
@@ -307,7 +337,7 @@ def _crew(config: DataConfig, tokenizer: Any, rules: Rules) -> Crew | None:
         return None
 
 
-def _cache_key(config: DataConfig, rows: Rows, tokenizer: Any, rules: Rules) -> str:
+def _cache_key(config: DataConfig, rows: Side, tokenizer: Any, rules: Rules) -> str:
     settings = config.model_dump(
         mode="json",
         include={

@@ -46,13 +46,12 @@ def refuse_unknown_tokens(
     beyond = {number for number in tokenizer.get_vocab().values() if number >= size} - {*added}
     if not beyond:
         return
-    for dataset, field in ((train, ""), (held_out, "spec.dataset.evalSource")):
+    for dataset in (train, held_out):
         found = dataset.find(beyond) if dataset is not None else None
         if dataset is not None and found is not None:
             index, token = found
-            where = f"a row of {field}" if field else dataset.origin(index)
             raise ConfigError(
-                f"spec.model.source {config.path}: {where} has the token "
+                f"spec.model.source {config.path}: {dataset.origin(index)} has the token "
                 f"{tokenizer.convert_ids_to_tokens(token)!r} with number {token}, but tokens "
                 f"of the model end at {size - 1}; use the tokenizer of the model and name new "
                 "tokens in spec.model.addTokens, or save the model with embeddings for them "

@@ -19,6 +19,7 @@ _SOURCE_RULE = Rule(
 Source = Annotated[Uri, _SOURCE_RULE, ONLY_KNOWN]
 SplitName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(ge=0, le=1000), ABOVE_ZERO]
+EvalShare = Annotated[float, Field(ge=0, le=0.5), ABOVE_ZERO]
 
 _SPLIT_RULE = Rule(
     "self.split == 'train' || self.source.startsWith('hf://')",
@@ -151,9 +152,13 @@ class DatasetSpec(ApiModel):
     """Additional data sets to train on, with the same format and columns, mixed with source by
     weight."""
     eval_source: Source | None = None
-    """Location of the held-out rows; absent means evalSplit of source, or no evaluation."""
+    """Location of the held-out rows; absent means evalSplit or evalShare of source, or no
+    evaluation."""
     eval_split: SplitName | None = None
     """Split to evaluate on, of evalSource if set, else of source."""
+    eval_share: EvalShare | None = None
+    """Share of the rows of source and also that is held out for evaluation, at most 0.5. A hash of
+    the row decides, so equal rows are on one side, and appended rows move none."""
     columns: DatasetColumns = DatasetColumns()
     """Column names that differ from the default names."""
     long_rows: LongRows = LongRows.TRUNCATE
@@ -183,6 +188,12 @@ class DatasetSpec(ApiModel):
             "!has(self.evalSplit) || has(self.evalSource) || self.evalSplit != self.split",
             "is also the split to train on; use another split",
             field="evalSplit",
+        ),
+        Rule(
+            "!has(self.evalShare) || !(has(self.evalSource) || has(self.evalSplit))",
+            "cannot be combined with evalSource or evalSplit, which name the held-out rows; remove "
+            "evalShare, or the others",
+            field="evalShare",
         ),
         Rule(
             "!has(self.also) || !(has(self.evalSource) || has(self.evalSplit)) || "

@@ -147,9 +147,9 @@ class FineTuneJobSpec(ApiModel):
         ),
         Rule(
             "has(self.dataset.evalSource) || has(self.dataset.evalSplit) || "
-            "!has(self.training.evalEverySteps)",
-            "has no effect without held-out rows; set dataset.evalSource or dataset.evalSplit, or "
-            "remove it",
+            "has(self.dataset.evalShare) || !has(self.training.evalEverySteps)",
+            "has no effect without held-out rows; set dataset.evalShare, dataset.evalSource or "
+            "dataset.evalSplit, or remove it",
             field="training.evalEverySteps",
         ),
         Rule(
