@@ -1,10 +1,13 @@
 """Rendezvous of an attempt's ranks: find rank 0, then agree whether all ranks start.
 
 Called by `world` before process groups exist. The ranks use a key-value store served by rank 0 or
-torchrun's agent. A waiting rank still handles a stop signal and logs what it waits for.
+torchrun's agent. A waiting rank still handles a stop signal and logs what it waits for. It polls at
+most once a second, because it may wait for days, and with short calls, because proxies close a
+connection that is idle for long.
 """
 
 import hashlib
+import math
 import socket
 import sys
 import time
@@ -13,20 +16,30 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from finetune_trainer.config import TrainConfig
+from finetune_trainer.config import ENV_NODE_NAME, TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError
 from finetune_trainer.launchers import Launch, restart_count
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_SECONDS = 600.0
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # socket bound by our supervisor for rank 0's store
 # Timeout of a connection to a store that was just reachable; a signal cannot interrupt it.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 1.0
+_FIRST_POLL_SECONDS = 0.02  # ranks usually arrive together; each next pause is longer
 _QUIET_SECONDS = 15.0  # before a rank first logs what it waits for; doubles each time
 _MAX_NAMED = 8
+
+
+def rendezvous_limit(environ: Mapping[str, str]) -> float:
+    """Return how long a rank may wait for the others, in seconds; infinite on Kubernetes.
+
+    Only the operator knows whether a pod of the gang still waits for a node, so it bounds the wait
+    there. The variable is set by that backend alone.
+    """
+    return math.inf if ENV_NODE_NAME in environ else RENDEZVOUS_SECONDS
 
 
 def open_store(
@@ -34,7 +47,7 @@ def open_store(
     launch: Launch,
     environ: Mapping[str, str],
     should_stop: Callable[[], bool],
-    timeout: timedelta,
+    limit_seconds: float,
 ) -> "Store":
     """Create the key-value store through which the groups connect, with a prefix for this attempt.
 
@@ -44,7 +57,7 @@ def open_store(
     Raises:
         ConfigError: The launcher does not state rank 0's address.
         Preempted: `should_stop` returned True before rank 0 responded.
-        TrainerError: Rank 0 did not respond within `timeout`.
+        TrainerError: Rank 0 did not respond within `limit_seconds`.
     """
     # Documented as torch.distributed.TCPStore, though the package does not list it for mypy.
     from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
@@ -67,21 +80,25 @@ def open_store(
             master_listen_fd=int(listener) if listener and is_master else None,
         )
 
-    store = connect(timeout) if is_master else None
-    deadline = time.monotonic() + timeout.total_seconds()
+    call_timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+    store = connect(call_timeout) if is_master else None
+    deadline, log = time.monotonic() + limit_seconds, _Log()
     while store is None:
-        wait_for_rank_zero(address, port, should_stop, timeout_seconds=timeout.total_seconds())
+        wait_for_rank_zero(address, port, should_stop, limit_seconds=limit_seconds)
         try:
             store = connect(_CONNECT_TIMEOUT)
         except DistNetworkError as error:  # the store has just ended, or the server is not a store
             if should_stop():
                 raise _stopped() from error
+            problem = f"the program at {address}:{port} is not rank 0 ({error})"
             if time.monotonic() >= deadline:
                 raise TrainerError(
-                    f"the program at {address}:{port} is not rank 0 ({error}); check whether "
-                    "another program has taken that port"
+                    f"{problem}; check whether another program has taken that port"
                 ) from error
-    store.set_timeout(timeout)
+            if log.is_due:
+                log.report(f"waits for rank 0, {problem}")
+            time.sleep(_POLL_SECONDS)
+    store.set_timeout(call_timeout)
     return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
 
 
@@ -90,7 +107,7 @@ def wait_for_rank_zero(
     port: int,
     should_stop: Callable[[], bool],
     *,
-    timeout_seconds: float = RENDEZVOUS_TIMEOUT.total_seconds(),
+    limit_seconds: float = RENDEZVOUS_SECONDS,
 ) -> None:
     """Wait until rank 0's store accepts connections.
 
@@ -101,7 +118,7 @@ def wait_for_rank_zero(
         TrainerError: Rank 0 did not respond before the deadline.
         Preempted: `should_stop` returned True.
     """
-    deadline, log = time.monotonic() + timeout_seconds, _Log()
+    deadline, log = time.monotonic() + limit_seconds, _Log()
     while True:
         try:
             socket.create_connection((address, port), timeout=2).close()
@@ -111,7 +128,7 @@ def wait_for_rank_zero(
                 log.report(f"waits for rank 0, no response from {address}:{port} ({error})")
             if time.monotonic() >= deadline:
                 raise TrainerError(
-                    f"rank 0 does not respond at {address}:{port} after {timeout_seconds:.0f} s "
+                    f"rank 0 does not respond at {address}:{port} after {limit_seconds:.0f} s "
                     f"({error}); check whether its node was started, and whether a network "
                     "policy is in the way"
                 ) from error
@@ -125,41 +142,64 @@ def rendezvous(
     rank: int,
     world_size: int,
     should_stop: Callable[[], bool],
-    timeout: timedelta,
+    limit_seconds: float,
+    on_wait: Callable[[str], None],
 ) -> None:
     """Wait until every rank has arrived, or agree that none starts.
 
-    The first write to the store decides.
+    The first write to the store decides. On rank 0, `on_wait` is called with a sentence about the
+    missing ranks, and with an empty one at the end.
 
     Raises:
         Preempted: `should_stop` returned True on a rank before all had arrived.
-        TrainerError: A rank did not arrive within `timeout`.
+        TrainerError: A rank did not arrive within `limit_seconds`.
     """
     store.set(f"arrived/{rank}", "")
     if store.add("arrived", 1) == world_size:
         store.compare_set("start", "", "go")
-    deadline, log = time.monotonic() + timeout.total_seconds(), _Log()
+    deadline, log = time.monotonic() + limit_seconds, _Log()
+    pause, missing = _FIRST_POLL_SECONDS, _Missing(store, world_size)
     while not store.check(["start"]):
         if should_stop():
             store.compare_set("start", "", "stop")
+            continue
         if log.is_due:
-            log.report(f"waits for the other ranks: {_missing(store, world_size)}")
+            log.report(f"waits for the other ranks: {missing.sentence()}")
+        if rank == 0 and pause == _POLL_SECONDS:
+            on_wait(missing.sentence())
         if time.monotonic() >= deadline:
             raise TrainerError(
-                f"{_missing(store, world_size)} within {timeout}; see the logs of those ranks, "
+                f"{missing.sentence()} within {limit_seconds:.0f} s; see the logs of those ranks, "
                 "and whether their nodes were started"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _POLL_SECONDS)
+    if rank == 0 and pause == _POLL_SECONDS:
+        on_wait("")
     if store.get("start") != b"go":
         raise _stopped()
 
 
-def _missing(store: "Store", world_size: int) -> str:
-    """Describe the ranks that have not arrived, with the first few numbers."""
-    missing = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
-    names = ", ".join(map(str, missing[:_MAX_NAMED]))
-    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-    return f"{len(missing)} of {world_size} ranks have not arrived ({names}{more})"
+class _Missing:
+    """Describes the ranks that have not arrived, with the first few numbers."""
+
+    def __init__(self, store: "Store", world_size: int) -> None:
+        self._store, self._world_size = store, world_size
+        self._known: tuple[int, str] = (0, "")
+
+    def sentence(self) -> str:
+        """Return the description; it asks for each rank only if another one has arrived."""
+        num_arrived = self._store.add("arrived", 0)
+        if num_arrived != self._known[0]:
+            self._known = (num_arrived, self._describe())
+        return self._known[1]
+
+    def _describe(self) -> str:
+        ranks = range(self._world_size)
+        missing = [rank for rank in ranks if not self._store.check([f"arrived/{rank}"])]
+        names = ", ".join(map(str, missing[:_MAX_NAMED]))
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        return f"{len(missing)} of {self._world_size} ranks have not arrived ({names}{more})"
 
 
 class _Log:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
 from finetune_trainer.launchers import Launch, read_launch
-from finetune_trainer.rendezvous import RENDEZVOUS_TIMEOUT, open_store, rendezvous
+from finetune_trainer.rendezvous import open_store, rendezvous, rendezvous_limit
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
 from finetune_trainer.waiting import SILENT_SECONDS, Waiting
 
@@ -116,9 +116,13 @@ def open_world(
     environ: Mapping[str, str] = os.environ,
     *,
     should_stop: Callable[[], bool] = lambda: False,
-    rendezvous_timeout: timedelta = RENDEZVOUS_TIMEOUT,
+    on_wait: Callable[[str], None] = lambda missing: None,
+    limit_seconds: float | None = None,
 ) -> Iterator[World]:
     """Connect this rank with the others, and disconnect at the end.
+
+    Rank 0 passes a sentence about the missing ranks to `on_wait`. `limit_seconds` replaces the
+    limit of the wait that follows from the environment.
 
     After success (and on `Preempted`, which all ranks raise at the same step) the ranks run a
     barrier before the groups are destroyed: without it gloo's teardown aborts up to half of all
@@ -128,7 +132,7 @@ def open_world(
         ConfigError: The device is missing, or the launcher's variables are invalid.
         WorldSizeError: The launcher started another number of ranks.
         Preempted: `should_stop` returned True before all ranks had arrived.
-        TrainerError: A rank did not arrive within `rendezvous_timeout`.
+        TrainerError: A rank did not arrive within the limit.
     """
     launch = read_launch(environ)
     check_world_size(config, launch)
@@ -141,8 +145,9 @@ def open_world(
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = open_store(config, place, environ, should_stop, rendezvous_timeout)
-    rendezvous(store, place.rank, place.world_size, should_stop, rendezvous_timeout)
+    limit = rendezvous_limit(environ) if limit_seconds is None else limit_seconds
+    store = open_store(config, place, environ, should_stop, limit)
+    rendezvous(store, place.rank, place.world_size, should_stop, limit, on_wait)
     timeout = timedelta(seconds=config.control.collective_timeout_seconds)
     dist.init_process_group(
         backend,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launch.launches import Launch, free_port, train_config
+from finetune_trainer.config import FailureClass, Progress
+from support.launch.launches import Launch, free_port, train_config, until
 
 Start = Callable[..., Launch]
 
@@ -63,3 +64,23 @@ def test_a_lost_node_ends_the_other_without_blame(nodes: Callable[[str], list[La
     assert first.wait() == 1, first.stderr
     assert (first.termination.failure_class, first.termination.rank) == ("WorkerLost", None)
     assert second.wait() == -9
+
+
+def test_rank_0_of_a_pod_shows_signs_of_life_while_it_waits_and_reports_the_missing_rank(
+    start: Start, tmp_path: Path
+) -> None:
+    config = train_config(tmp_path, world={"nnodes": 2, "nproc_per_node": 1})
+    pod = {
+        "JOB_COMPLETION_INDEX": "0",
+        "FINETUNE_NODE_NAME": "node-a",
+        "FINETUNE_RDZV_ENDPOINT": f"localhost:{free_port()}",
+    }
+    run, path = start(config, "finish", pod), Path(config.run_dir) / "progress.json"
+    until(lambda: path.exists() and Progress.read(path).waits_for is not None)
+    first = Progress.read(path)
+    assert first.waits_for == "1 of 2 ranks have not arrived (1)"
+    # Without them the watchdog or the liveness probe would end the rank as hanging.
+    until(lambda: Progress.read(path).time > first.time)
+    run.process.terminate()
+    assert run.wait() == 75, run.stderr
+    assert run.termination.failure_class is FailureClass.PREEMPTED

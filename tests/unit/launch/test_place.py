@@ -4,8 +4,9 @@ import json
 import re
 import socket
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import wait_for_rank_zero
 from finetune_trainer.world import gather_objects, open_world
-from support.launch.launches import train_config
+from support.launch.launches import free_port, train_config, until
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}
 
@@ -60,7 +61,7 @@ def test_an_unusable_place_is_a_configuration_error_that_names_the_variable(
 def test_a_rank_waits_until_rank_0_accepts_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        wait_for_rank_zero("127.0.0.1", port, lambda: False, timeout_seconds=0)
+        wait_for_rank_zero("127.0.0.1", port, lambda: False, limit_seconds=0)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
@@ -68,7 +69,7 @@ def test_a_rank_0_that_never_answers_is_an_error_that_names_the_address(host: st
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TrainerError, match=f"rank 0 does not respond at {host}:{port}"):
-        wait_for_rank_zero(host, port, lambda: False, timeout_seconds=0)
+        wait_for_rank_zero(host, port, lambda: False, limit_seconds=0)
 
 
 def test_a_rank_that_waits_says_for_whom(
@@ -78,7 +79,7 @@ def test_a_rank_that_waits_says_for_whom(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TrainerError):
-        wait_for_rank_zero("127.0.0.1", port, lambda: False, timeout_seconds=0.3)
+        wait_for_rank_zero("127.0.0.1", port, lambda: False, limit_seconds=0.3)
     told = f"waits for rank 0, no response from 127.0.0.1:{port} ("
     assert told in capfd.readouterr().err
 
@@ -87,13 +88,75 @@ def test_a_rank_that_waits_says_for_whom(
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "12", "MASTER_ADDR": "127.0.0.1"}
     missing = "11 of 12 ranks have not arrived (1, 2, 3, 4, 5, 6, 7, 8 and 3 more)"
     with (
-        pytest.raises(TrainerError, match=re.escape(f"{missing} within 0:00:01")),
-        open_world(
-            config, {**place, "MASTER_PORT": str(port)}, rendezvous_timeout=timedelta(seconds=1)
-        ),
+        pytest.raises(TrainerError, match=re.escape(f"{missing} within 1 s")),
+        open_world(config, {**place, "MASTER_PORT": str(port)}, limit_seconds=1.0),
     ):
         pass
     assert f"waits for the other ranks: {missing}, for " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        pytest.param({}, TrainerError, id="elsewhere: its own limit"),
+        pytest.param({"FINETUNE_NODE_NAME": "node-a"}, Preempted, id="in a pod: until a stop"),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_in_a_pod_of_the_operator_a_rank_has_no_limit_of_its_own(
+    more: dict[str, str],
+    error: type[Exception],
+    rank: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 1.0)
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environ = {**place, "MASTER_PORT": str(free_port()), **more}
+    stop_at = time.monotonic() + 3.0
+    with (
+        pytest.raises(error),
+        open_world(train_config(tmp_path), environ, should_stop=lambda: time.monotonic() > stop_at),
+    ):
+        pass
+
+
+def test_a_rank_that_waits_asks_at_most_once_a_second() -> None:
+    num_asked, began = 0, time.monotonic()
+
+    def count() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return time.monotonic() - began > 2.5
+
+    with pytest.raises(Preempted):
+        wait_for_rank_zero("127.0.0.1", 1, count)
+    assert num_asked <= 1 + time.monotonic() - began
+
+
+def test_rank_0_reports_the_missing_ranks_once_a_second_until_all_have_arrived(
+    tmp_path: Path,
+) -> None:
+    port, seen = free_port(), list[str]()
+    config = train_config(tmp_path)
+
+    def arrive(rank: int, on_wait: Callable[[str], None]) -> None:
+        launch = Launch("", rank, rank, 2, 2, "127.0.0.1", port)
+        store = rendezvous.open_store(config, launch, {}, lambda: False, 60.0)
+        rendezvous.rendezvous(store, rank, 2, lambda: False, 60.0, on_wait)
+
+    def arrive_late() -> None:
+        until(lambda: len(seen) > 1)
+        arrive(1, seen.append)
+
+    late = threading.Thread(target=arrive_late)
+    late.start()
+    began = time.monotonic()
+    arrive(0, seen.append)
+    late.join()
+    assert set(seen[:-1]) == {"1 of 2 ranks have not arrived (1)"}
+    assert seen[-1] == ""
+    assert len(seen) <= 2 + time.monotonic() - began
 
 
 def test_a_rank_told_to_stop_waits_no_longer() -> None:
@@ -139,7 +202,7 @@ def test_a_program_that_has_taken_rank_0s_port_is_told_of(tmp_path: Path) -> Non
             open_world(
                 train_config(tmp_path),
                 {**place, "MASTER_PORT": str(port)},
-                rendezvous_timeout=timedelta(seconds=1),
+                limit_seconds=1.0,
             ),
         ):
             pass

@@ -173,6 +173,9 @@ class Progress(ContractModel):
     attempt: Count = 1
     phase: Phase = Phase.STARTING
     time: Moment = Field(0.0, description="When this was written, seconds since the epoch.")
+    waits_for: Annotated[str, Field(max_length=500)] | None = Field(
+        None, description="A sentence about the ranks that rank 0 waits for before it trains."
+    )
     step: Count = 0
     total_steps: Count | None = None
     resumed_step: Count | None = Field(None, description="Step of the checkpoint started from.")

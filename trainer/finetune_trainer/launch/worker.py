@@ -144,7 +144,9 @@ class _Rank:
             if config.world.world_size == 1:  # several ranks must agree in the rendezvous
                 importing.enter_context(stop.calling(self._end_before_training))
             with (
-                open_world(config, environ, should_stop=lambda: stop.requested) as world,
+                open_world(
+                    config, environ, should_stop=lambda: stop.requested, on_wait=self._waits_for
+                ) as world,
                 ExitStack() as watching,
             ):
                 distribute_page_address(world, page, launch)
@@ -158,6 +160,10 @@ class _Rank:
                     watching.enter_context(telemetry.collectives.watched(uses_nccl=uses_nccl))
                 watching.enter_context(deterministic(is_asked=config.training.deterministic))
                 return do_work(_continued(config, environ), world, stop, telemetry, fence)
+
+    def _waits_for(self, missing: str) -> None:
+        assert self._telemetry is not None, "rank 0 opens it before the rendezvous"
+        self._telemetry.waits_for(missing)
 
     def _node_page(self, launch: Launch) -> NodePage:
         text = self._environ.get(ENV_NODE_PAGE)

@@ -176,6 +176,11 @@ class Telemetry:
             self._print(phase.value)
             self._update(phase=phase)
 
+    def waits_for(self, missing: str) -> None:
+        """Report the ranks that rank 0 waits for before it trains; empty once all have arrived."""
+        changed = missing != (self.progress.waits_for or "")
+        self._update(urgent=changed, waits_for=missing or None)
+
     def resumed(
         self,
         step: int,

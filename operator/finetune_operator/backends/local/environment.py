@@ -5,7 +5,12 @@ Secrets such as HF_TOKEN are passed only this way: never in a request, a file or
 
 from collections.abc import Mapping
 
-from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
+from finetune_trainer.config import (
+    ENV_NODE_NAME,
+    ENV_NODE_RANK,
+    ENV_RDZV_ENDPOINT,
+    ENV_TERMINATION_PATH,
+)
 
 ENV_MARK = "FINETUNE_LOCAL_MARK"
 """Variable that marks every process of an attempt, including processes with their own session."""
@@ -19,7 +24,7 @@ _PREFIXES = (
     "CUDA_", "FINETUNE_", "GLOO_", "HF_", "LC_", "NCCL_", "NVIDIA_", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_",
 )  # fmt: skip
-_OURS = frozenset({ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_MARK})
+_OURS = frozenset({ENV_NODE_NAME, ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_MARK})
 
 
 def mark(uid: str, node: int | None = None) -> str:
