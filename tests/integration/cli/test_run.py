@@ -242,7 +242,7 @@ def test_preview_shows_line_separators_of_unicode_and_names_unread_columns(tmp_p
 
 @pytest.mark.full
 def test_preview_counts_the_rows_that_a_share_holds_out(tmp_path: Path) -> None:
-    file = write_project(tmp_path, **{"dataset.evalShare": 0.3})
+    file = write_project(tmp_path, **{"dataset.evalSource": None, "dataset.evalShare": 0.3})
 
     done = ftctl("preview", file.name, folder=tmp_path)
 
