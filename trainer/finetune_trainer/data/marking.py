@@ -157,6 +157,8 @@ def without_numbers(call: dict[str, Any]) -> dict[str, Any]:
 
 def legible(shown: str, marks: list[str]) -> str:
     """Restore marks that a template has printed as Python's `repr` escapes, within mappings."""
+    if "\\U" not in shown:
+        return shown
     for mark in marks:
         shown = shown.replace(f"\\U{ord(mark):08x}", mark)
     return shown

@@ -134,6 +134,10 @@ class ChatTemplate:
         added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
         return frozenset(token for token in added if token.strip() and token in text)
 
+    @cached_property
+    def _special_tokens(self) -> dict[str, Any]:
+        return dict(self._tokenizer.special_tokens_map)
+
     def _source(self, has_tools: bool) -> str:
         """Return the template for a conversation; some models have a separate one for tools."""
         source = str(self._tokenizer.get_chat_template(tools=[{}] if has_tools else None))
@@ -158,7 +162,7 @@ class ChatTemplate:
             render_jinja_template,
             tools=list(tools) or None,
             chat_template=self._source(bool(tools)),
-            **self._tokenizer.special_tokens_map,
+            **self._special_tokens,
             **options,
         )
         try:

@@ -7,6 +7,7 @@ docs/decisions/0050-what-is-learned.md.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from finetune_trainer.data.formats import Conversation, Message
@@ -272,7 +273,7 @@ class _Finder:
         Raises:
             DataError: the template leaves out a message.
         """
-        before, marks_of = mark_messages(self._messages[:turn])
+        before, marks_of = (part[:turn] for part in self._marked_messages)
         of_messages = [mark for marks in marks_of for mark in marks]
         try:
             shown = self._template.render((*before, marked), self._tools, self._where)
@@ -284,6 +285,10 @@ class _Finder:
                 raise DataError(self._message_left_out(number))
         shown = without_marks(shown, of_messages)
         return shown if without_marks(shown, every) == text else None
+
+    @cached_property
+    def _marked_messages(self) -> tuple[list[Message], list[list[str]]]:
+        return mark_messages(self._messages)
 
     def _message_left_out(self, number: int) -> str:
         role = self._messages[number]["role"]
