@@ -16,6 +16,7 @@ import aiohttp
 import kopf
 
 from finetune_operator.kernel.job_events import ListenOptions, OnEvent
+from finetune_operator.kernel.kopf_responses import CutResponse
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
@@ -137,6 +138,7 @@ class KopfThread:
                 connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
                 middlewares=(self._send,),
                 read_bufsize=2**21,
+                response_class=CutResponse,
             )
             self._sessions.append(session)  # kopf closes sessions whose token was refused
             return kopf.AiohttpSession(server=self._access.host, aiohttp_session=session)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from finetune_operator.kube.api_errors import ApiError, UnavailableError, error_of
+from finetune_operator.kube.decoding import IN_EVENT, decode
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 
@@ -276,7 +277,7 @@ class KubeClient(ABC):
         call = Call("watch", resource, resource.path(namespace), query)
         async for line in self.lines(call):
             try:
-                event = orjson.loads(line)
+                event = decode(line, IN_EVENT)
                 obj, kind = event["object"], event["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
                 # A proxy whose connection broke ends a watch in the middle of a line.

@@ -14,6 +14,7 @@ import orjson
 from finetune_operator.kube.api_errors import ApiError, NotLeadingError, UnauthorizedError
 from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_response
 from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.decoding import IN_LIST, decode
 from finetune_operator.kube.resources import Object
 
 _JSON = "application/json"
@@ -101,7 +102,7 @@ class HttpClient(KubeClient):
                 status = response.status
                 body = await response.read()
                 if status < 400:
-                    obj: Object = orjson.loads(body)
+                    obj: Object = decode(body, IN_LIST if call.verb == "list" else 0)
                     return obj
                 raise error_in(status, _status_object(body), response.headers.get("Retry-After"))
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
@@ -221,7 +222,7 @@ async def _raise_refusal(
 def _status_object(body: bytes) -> Object:
     """Return the `Status` in a response; the response of a proxy may be plain text instead."""
     try:
-        status = orjson.loads(body)
+        status = decode(body)
     except orjson.JSONDecodeError:
         status = None
     if isinstance(status, dict):
