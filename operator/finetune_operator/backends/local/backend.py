@@ -57,7 +57,7 @@ class LocalBackend(Backend):
         command: Command of each node; the path of its configuration is appended.
         cores: CPU cores that ranks share.
         gpus: Counts the machine's GPUs.
-        system: Operating system, as `platform.system` names it; by default that of this machine.
+        system: Operating system, as `platform.system` names it; absent means this machine's.
     """
 
     name: ClassVar[str] = BACKEND
