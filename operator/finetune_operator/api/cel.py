@@ -29,27 +29,37 @@ def check_rules(
         schema: Its structural schema.
         findings: Structural errors. A rule that reads such a field is not evaluated, because it
             would only repeat the finding.
-        old: The object before an update, with its defaults.
+        old: The object before an update, with its defaults. A rule without `oldSelf` is not
+            evaluated in an unchanged part, so that objects stored before the rule was added can be
+            changed.
     """
     blocked = tuple(finding.path for finding in findings if not finding.is_unknown)
     return list(_check(value, old, schema, (), blocked))
 
 
 def _check(
-    value: Any, old: Any, schema: Schema, path: FieldPath, blocked: Sequence[FieldPath]
+    value: Any,
+    old: Any,
+    schema: Schema,
+    path: FieldPath,
+    blocked: Sequence[FieldPath],
+    is_unchanged: bool = False,
 ) -> Iterator[Finding]:
+    is_unchanged = is_unchanged or (old is not _ABSENT and old == value)
     for validation in schema.get("x-kubernetes-validations", []):
-        if not _is_blocked(validation["rule"], path, blocked):
+        is_due = not is_unchanged or "oldSelf" in validation["rule"]
+        if is_due and not _is_blocked(validation["rule"], path, blocked):
             yield from _check_one(value, old, schema, path, validation)
     if isinstance(value, dict):
         for key, item in value.items():
             inner = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
             if isinstance(inner, dict):
                 before = old.get(key, _ABSENT) if isinstance(old, dict) else _ABSENT
-                yield from _check(item, before, inner, (*path, key), blocked)
+                yield from _check(item, before, inner, (*path, key), blocked, is_unchanged)
     elif isinstance(value, list) and "items" in schema:
         for index, item in enumerate(value):
-            yield from _check(item, _ABSENT, schema["items"], (*path, index), blocked)
+            part = (*path, index)
+            yield from _check(item, _ABSENT, schema["items"], part, blocked, is_unchanged)
 
 
 def _is_blocked(rule: str, path: FieldPath, blocked: Sequence[FieldPath]) -> bool:

@@ -75,7 +75,8 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
     By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption causes a
     free restart, and any other class a counted restart. A rule of the user takes precedence,
     because it was written for this job. An overtaken attempt is never restarted, because another
-    attempt writes its folders now.
+    attempt writes its folders now. A restart after a class that would recur is always counted, also
+    for a stored job with `RestartFree`, because it would restart indefinitely.
     """
     if failure_class is FailureClass.OVERTAKEN:
         return RestartAction.FAIL
@@ -83,7 +84,9 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
         matches_class = rule.on_class is None or rule.on_class == failure_class
         matches_code = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
         if matches_class and matches_code:
-            return rule.action
+            is_free = rule.action is RestartAction.RESTART_FREE
+            recurs = failure_class in PERMANENT_CLASSES
+            return RestartAction.RESTART if is_free and recurs else rule.action
     if failure_class in PERMANENT_CLASSES:
         return RestartAction.FAIL
     if failure_class in DISRUPTIONS:

@@ -85,6 +85,23 @@ def test_rules_about_updates_are_silent_on_creation() -> None:
     assert check_rules({"a": 1}, ruled("self.a == oldSelf.a", type="object")) == []
 
 
+def test_an_unchanged_part_is_not_judged_by_rules_that_came_later() -> None:
+    schema: Schema = {
+        "type": "object",
+        "properties": {
+            "spec": ruled("self.b != 1", type="object", properties={"b": {"type": "integer"}}),
+            "list": {"type": "array", "items": ruled("self != 'x'", type="string")},
+            "fixed": ruled("self == oldSelf", type="integer"),
+        },
+    }
+    stored = {"spec": {"b": 1}, "list": ["x", "x"], "fixed": 1}
+    assert len(check_rules(stored, schema)) == 3
+    assert check_rules(stored | {"status": 1}, schema, old=stored) == []
+    changed = stored | {"list": ["x"], "fixed": 2}
+    paths = [show_path(one.path) for one in check_rules(changed, schema, old=stored)]
+    assert paths == ["list[0]", "fixed"]
+
+
 FREE: dict[str, Any] = {
     "suspend": True,
     "ttlSecondsAfterFinished": 60,

@@ -157,6 +157,7 @@ def test_a_stored_job_is_parsed_whole_and_accepted(name: str) -> None:
     findings = check_structure(stored, schema)
     assert [one for one in findings if one.path[0] != "metadata"] == []
     assert check_rules(stored, schema, [], old=stored) == []
+    assert check_rules(stored["spec"], schema["properties"]["spec"]) == []
 
 
 def test_the_stored_profile_is_parsed_whole() -> None:

@@ -1,12 +1,19 @@
 """From a termination message to a class, and from a class to what follows."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
+from finetune_operator.api.paths import show_path
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
+from finetune_operator.api.validation import check_object, defaulted
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.reconcile.failures import action_for, verdict
 from finetune_trainer.config import FailureClass, Termination
+from support.api.builders import manifest
 from support.kernel.fake_backend import ended
+from support.kernel.kernel_world import World, happen
 
 C = FailureClass
 
@@ -89,3 +96,39 @@ def test_no_rule_restarts_what_was_overtaken() -> None:
     policy = RestartPolicy.model_validate({"rules": [{"onExitCodes": [93], "action": "Restart"}]})
     assert action_for(policy, C.DO_NOT_RESTART, 93) is RestartAction.RESTART
     assert action_for(policy, C.OVERTAKEN, 93) is RestartAction.FAIL
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *({"onClass": one} for one in ("DataError", "ConfigError", "DoNotRestart")),
+        *({"onExitCodes": [1, code]} for code in (65, 78, 93)),
+    ],
+    ids=str,
+)
+def test_a_restart_after_a_failure_that_recurs_is_counted_and_new_jobs_cannot_ask_for_another(
+    rule: dict[str, Any],
+) -> None:
+    rules = {"rules": [{**rule, "action": "RestartFree"}]}
+    policy = RestartPolicy.model_validate(rules)
+    recurring = ((C.DATA_ERROR, 65), (C.CONFIG_ERROR, 78), (C.DO_NOT_RESTART, 93))
+    actions = {action_for(policy, *failure) for failure in recurring}
+    assert actions == {RestartAction.RESTART, RestartAction.FAIL}
+    new = defaulted(manifest(restartPolicy=rules))
+    (found,) = check_object(new)
+    assert show_path(found.path) == "spec.restartPolicy.rules[0].action"
+    assert check_object(new | {"status": {"phase": "Running"}}, old=new) == []
+
+
+def test_a_stored_job_that_asks_for_free_restarts_after_bad_data_ends() -> None:
+    async def live(world: World) -> None:
+        policy = {"maxRestarts": 2, "rules": [{"onExitCodes": [65], "action": "RestartFree"}]}
+        await world.apply(restartPolicy=policy)
+        for _ in range(3):
+            await world.settle()
+            await happen(world, "finds bad data")
+        await world.settle()
+        status = world.job["status"]
+        assert (status["phase"], status["restarts"]["counted"]) == ("Failed", 2)
+
+    asyncio.run(live(World()))

@@ -13,6 +13,10 @@ from finetune_operator.api.v1alpha1.training import INT32_MAX
 Seconds = Annotated[int, Field(ge=1, le=INT32_MAX)]
 LabelValue = Annotated[str, Field(max_length=63)]
 AnnotationValue = Annotated[str, Field(max_length=4096)]
+_MATCHES_PERMANENT = (
+    "(has(self.onClass) && self.onClass in ['DataError', 'ConfigError', 'DoNotRestart']) || "
+    "(has(self.onExitCodes) && self.onExitCodes.exists(code, code in [65, 78, 93]))"
+)
 _IS_RANGE = "self.steps.matches('^[1-9][0-9]{0,8}-[1-9][0-9]{0,8}$')"
 
 
@@ -126,7 +130,8 @@ class RestartRule(ApiModel):
     ) = None
     """Exit codes of the main process to match."""
     action: RestartAction
-    """Fail, Restart (counted) or RestartFree."""
+    """Fail, Restart (counted) or RestartFree; the last is not possible after DataError, ConfigError
+    and DoNotRestart."""
 
     cel_rules = (
         Rule(
@@ -138,6 +143,12 @@ class RestartRule(ApiModel):
             "!has(self.onClass) || self.onClass != 'Overtaken' || self.action == 'Fail'",
             "is not possible after Overtaken, because another attempt writes to the same folders; "
             "remove the rule",
+            field="action",
+        ),
+        Rule(
+            f"self.action != 'RestartFree' || !({_MATCHES_PERMANENT})",
+            "is not possible after DataError, ConfigError or DoNotRestart (exit codes 65, 78 and "
+            "93), which would recur indefinitely; use Restart, or Fail",
             field="action",
         ),
     )
