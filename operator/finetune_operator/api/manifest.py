@@ -16,12 +16,14 @@ from finetune_operator.api.manifest_files import (
     is_stream,
     read_bytes,
 )
+from finetune_operator.api.other_tools import entry_of
 from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1 import API_VERSION, GROUP, KIND, PROFILE_KIND
 from finetune_operator.api.yaml_documents import YamlDocument, read_yaml
 
 _OBJECT_KEYS = frozenset({"apiVersion", "kind", "spec"})
+_NO_KIND = f"is missing; write kind: {KIND}"
 
 
 @dataclass(frozen=True)
@@ -183,19 +185,33 @@ def _item(document: YamlDocument, index: int) -> YamlDocument:
 def _job_or_problem(document: YamlDocument, value: dict[str, Any], file: str) -> Manifest | Problem:
     manifest = Manifest(file, document.line, value, document.lines, tuple(document.problems))
     kind, api_version = value.get("kind"), value.get("apiVersion")
-    if kind in (KIND, PROFILE_KIND) and api_version == API_VERSION:
-        return manifest
+    is_our_version = str(api_version or GROUP).partition("/")[0] == GROUP
+    is_like_ours = any(key in _OBJECT_KEYS or entry_of((key,)) for key in value)
+    if kind in (KIND, PROFILE_KIND) or (kind is None and is_our_version and is_like_ours):
+        return _with_type(manifest)
     if kind is None:
-        message = f"is missing; write kind: {KIND}"
-        return Problem("kind", message, file=file, line=document.line)
-    is_ours = str(api_version).startswith(f"{GROUP}/")
-    if kind in (KIND, PROFILE_KIND):
-        message = f"{show_value(api_version)} is not known; write apiVersion: {API_VERSION}"
-        return Problem("apiVersion", message, file=file, line=manifest.line_of(("apiVersion",)))
-    if is_ours:
+        return Problem("kind", _NO_KIND, file=file, line=document.line)
+    if api_version is not None and is_our_version:
         message = f"{show_value(kind)} is not a kind of {GROUP}; write kind: {KIND}"
         return Problem("kind", message, file=file, line=manifest.line_of(("kind",)))
     return _note(f"skipped: its kind is {kind}", file, document.line)
+
+
+def _with_type(manifest: Manifest) -> Manifest:
+    """Return a manifest with kind and apiVersion, and a problem for each that is missing or wrong.
+
+    The other fields can then be checked.
+    """
+    kind, api_version = manifest.value.get("kind"), manifest.value.get("apiVersion")
+    faults = {} if kind else {"kind": _NO_KIND}
+    if api_version is None:
+        faults["apiVersion"] = f"is missing; write apiVersion: {API_VERSION}"
+    elif api_version != API_VERSION:
+        fault = f"{show_value(api_version)} is not known"
+        faults["apiVersion"] = f"{fault}; write apiVersion: {API_VERSION}"
+    problems = (manifest.problem(Finding((field,), text)) for field, text in faults.items())
+    value = {**manifest.value, "kind": kind or KIND, "apiVersion": API_VERSION}
+    return replace(manifest, value=value, problems=(*manifest.problems, *problems))
 
 
 def _note(message: str, file: str, line: int | None) -> Problem:

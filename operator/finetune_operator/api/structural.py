@@ -5,11 +5,14 @@ Strict`, it refuses unknown fields, wrong types, and values outside of the bound
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from finetune_operator.api.openapi import Schema
+from finetune_operator.api.other_tools import explanation, replacement
+from finetune_operator.api.other_tools_table import Entry
 from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
@@ -32,28 +35,46 @@ _TYPE_WORDS = {
 
 
 Owners = dict[str, str]  # path of every field by its name, for "did you mean"
+EntryOf = Callable[[FieldPath], Entry | None]
 
 
-def check_structure(value: Any, schema: Schema, path: FieldPath = ()) -> list[Finding]:
-    """Return all errors of `value` against `schema`, in the order of the value."""
-    return list(_check(value, schema, path, _owners(schema)))
+@dataclass(frozen=True)
+class _Names:
+    """Names that explain an unknown field: fields of the schema, and keys of other tools."""
+
+    owners: Owners
+    entry_of: EntryOf
 
 
-def _check(value: Any, schema: Schema, path: FieldPath, owners: Owners) -> Iterator[Finding]:
-    wrong = _wrong_type(value, schema, path)
+def check_structure(
+    value: Any, schema: Schema, path: FieldPath = (), *, entry_of: EntryOf = lambda _: None
+) -> list[Finding]:
+    """Return all errors of `value` against `schema`, in the order of the value.
+
+    Args:
+        value: The value.
+        schema: Its schema.
+        path: Path of the value.
+        entry_of: Return the explanation of a field that the schema does not have, by its path.
+    """
+    return list(_check(value, schema, path, _Names(_owners(schema), entry_of)))
+
+
+def _check(value: Any, schema: Schema, path: FieldPath, names: _Names) -> Iterator[Finding]:
+    wrong = _wrong_type(value, schema, path, names)
     if wrong is not None:
         yield wrong
     elif isinstance(value, dict):
-        yield from _check_object(value, schema, path, owners)
+        yield from _check_object(value, schema, path, names)
     elif isinstance(value, list):
-        yield from _check_list(value, schema, path, owners)
+        yield from _check_list(value, schema, path, names)
     elif isinstance(value, str):
         yield from _check_text(value, schema, path)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield from _check_number(value, schema, path)
 
 
-def _wrong_type(value: Any, schema: Schema, path: FieldPath) -> Finding | None:
+def _wrong_type(value: Any, schema: Schema, path: FieldPath, names: _Names) -> Finding | None:
     if "x-kubernetes-int-or-string" in schema:
         if isinstance(value, int | str) and not isinstance(value, bool):
             return None
@@ -62,6 +83,8 @@ def _wrong_type(value: Any, schema: Schema, path: FieldPath) -> Finding | None:
     if expected is None or _has_type(value, expected):
         return None
     message = f"{show_value(value)} must be {_TYPE_WORDS[expected]}"
+    if expected == "object" and (entry := names.entry_of(path)) and entry.fields:
+        return Finding(path, f"{message}; {replacement(entry)}")
     return Finding(path, message + _type_hint(value, expected, path))
 
 
@@ -93,7 +116,7 @@ def _type_hint(value: Any, expected: str, path: FieldPath) -> str:
 
 
 def _check_object(
-    value: dict[str, Any], schema: Schema, path: FieldPath, owners: Owners
+    value: dict[str, Any], schema: Schema, path: FieldPath, names: _Names
 ) -> Iterator[Finding]:
     properties: dict[str, Schema] = schema.get("properties", {})
     for key in schema.get("required", []):
@@ -106,21 +129,49 @@ def _check_object(
     for key, item in value.items():
         inner = properties.get(key, schema.get("additionalProperties"))
         if isinstance(inner, dict):
-            yield from _check(item, inner, (*path, key), owners)
+            yield from _check(item, inner, (*path, key), names)
         elif "x-kubernetes-preserve-unknown-fields" not in schema:
-            yield Finding((*path, key), _unknown(key, properties, owners), is_unknown=True)
+            yield from _unknown(item, properties, (*path, key), names)
 
 
-def _unknown(key: str, properties: dict[str, Schema], owners: Owners) -> str:
+def _unknown(
+    value: Any, properties: dict[str, Schema], path: FieldPath, names: _Names
+) -> Iterator[Finding]:
+    key = str(path[-1])
+    if entry := names.entry_of(path):
+        message = explanation(entry)
+    elif guess := _guess(key, properties, names.owners):
+        yield Finding(path, guess, is_unknown=True)
+        return
+    elif len(properties) > 12:
+        message = "is not a known field; remove it"
+    else:
+        message = f"is not a known field; remove it, or use one of {', '.join(properties)}"
+    yield Finding(path, message, is_unknown=True)
+    yield from _explained_below(value, path, names)
+
+
+def _explained_below(value: Any, path: FieldPath, names: _Names) -> Iterator[Finding]:
+    """Yield the keys of other tools within an unknown field."""
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        if isinstance(key, str) and (entry := names.entry_of((*path, key))):
+            yield Finding((*path, key), explanation(entry), is_unknown=True)
+        yield from _explained_below(item, (*path, key), names)
+
+
+def _guess(key: str, properties: dict[str, Schema], owners: Owners) -> str | None:
     for known in get_close_matches(key, properties, n=1, cutoff=0.7):
         return f"is not a known field; did you mean {known}?"
     if key in owners:
         return f"is not a known field here; did you mean {owners[key]}?"
     for known in get_close_matches(key, owners, n=1, cutoff=0.8):
         return f"is not a known field; did you mean {owners[known]}?"
-    if len(properties) > 12:
-        return "is not a known field; remove it"
-    return f"is not a known field; remove it, or use one of {', '.join(properties)}"
+    return None
 
 
 def _owners(schema: Schema, path: FieldPath = ()) -> Owners:
@@ -137,12 +188,12 @@ def _owners(schema: Schema, path: FieldPath = ()) -> Owners:
 
 
 def _check_list(
-    value: list[Any], schema: Schema, path: FieldPath, owners: Owners
+    value: list[Any], schema: Schema, path: FieldPath, names: _Names
 ) -> Iterator[Finding]:
     if len(value) > schema.get("maxItems", len(value)):
         yield Finding(path, f"has {len(value)} entries; at most {schema['maxItems']} fit")
     for index, item in enumerate(value):
-        yield from _check(item, schema["items"], (*path, index), owners)
+        yield from _check(item, schema["items"], (*path, index), names)
 
 
 def _check_text(value: str, schema: Schema, path: FieldPath) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.manifest_files import is_folder
 from finetune_operator.api.metadata import OBJECT_METADATA, check_metadata, is_subdomain
 from finetune_operator.api.openapi import Schema
+from finetune_operator.api.other_tools import entry_of
 from finetune_operator.api.paths import Finding, show_path, show_value
 from finetune_operator.api.problems import InvalidJobError, Problem, Severity, raise_errors
 from finetune_operator.api.structural import check_structure
@@ -91,7 +92,7 @@ def check_object(value: Any, old: Any = None) -> list[Finding]:
         value: The object to create, or the replacement of `old`.
         old: The object before an update, with its defaults; None at creation.
     """
-    findings = _not_in_status(check_structure(value, _schema()))
+    findings = _not_in_status(check_structure(value, _schema(), entry_of=entry_of))
     findings += check_metadata(value.get("metadata"))
     before = {} if old is None else {"old": old}
     return findings + check_rules(value, _schema(), findings, **before)

@@ -20,8 +20,6 @@ from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
 
-"""Backend of a manifest that names none, in a cluster."""
-
 
 class OutputFormat(StrEnum):
     """Output format of problems."""
@@ -100,12 +98,12 @@ def _sources(value: Any) -> Iterator[str]:
 def _check(
     manifest: Manifest, profiles: Mapping[str, FineTuneProfile], checked: list[Checked]
 ) -> list[Problem]:
-    """Return the problems of a job; its backend checks it only if the API accepts it.
+    """Return the problems of a job; its backend checks it only if the API accepts its fields.
 
     The job is appended to `checked` if its backend has checked it.
     """
     problems = check_manifest(manifest)
-    if errors_of(problems):
+    if any(problem.path not in ("apiVersion", "kind") for problem in errors_of(problems)):
         return problems
     job = job_of(manifest)
     name = job.spec.backend.type

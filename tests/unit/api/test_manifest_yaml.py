@@ -226,7 +226,7 @@ def test_standard_input_is_read_for_a_dash(tmp_path: Path) -> None:
         ("a.yaml", b"\xff\xfe", "is not UTF-8 text"),
         ("a.json", b'{"kind": }', "is not JSON: expecting value (column 10)"),
         ("a.yaml", b"[1, 2]", "is [1, 2], which is not a Kubernetes object"),
-        ("a.yaml", b"spec: {}", "kind is missing; write kind: FineTuneJob"),
+        ("a.yaml", b"services: {}", "kind is missing; write kind: FineTuneJob"),
     ],
 )
 def test_a_file_that_holds_no_object_is_a_problem(

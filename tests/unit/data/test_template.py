@@ -360,6 +360,40 @@ def test_chat_without_a_template_says_what_to_do(encoder: Any) -> None:
         ),
         pytest.param(
             DataFormat.CHAT,
+            {"instruction": "a", "input": "", "output": "b", "text": "c"},
+            {},
+            "rows.jsonl line 1 has no column messages or conversations, and not both prompt and "
+            "completion; it has instruction, input, output, text. For such rows set "
+            "spec.dataset.format: instruction",
+            id="rows of format instruction",
+        ),
+        pytest.param(
+            DataFormat.INSTRUCTION,
+            {"text": "a"},
+            {},
+            "rows.jsonl line 1 has no column instruction; it has text. For such rows set "
+            "spec.dataset.format: text",
+            id="rows of format text",
+        ),
+        pytest.param(
+            DataFormat.TEXT,
+            {"prompt": "a", "completion": "b"},
+            {},
+            "rows.jsonl line 1 has no column text; it has prompt, completion. For such rows set "
+            "spec.dataset.format: chat",
+            id="rows of format chat",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
+            {"instruction": "a", "output": 5},
+            {},
+            "rows.jsonl line 1 has no column messages or conversations, and not both prompt and "
+            "completion; it has instruction, output. Name yours in spec.dataset.columns.messages, "
+            "or in spec.dataset.columns.prompt and spec.dataset.columns.completion",
+            id="columns of format instruction with another type",
+        ),
+        pytest.param(
+            DataFormat.CHAT,
             {"question": "a", "answer": "b"},
             {"prompt": "frage", "completion": "answer"},
             "spec.dataset.columns.prompt 'frage': rows.jsonl line 1 has no such column; it has "

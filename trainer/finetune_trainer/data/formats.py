@@ -88,6 +88,15 @@ def _read(reader: "_RowReader", data_format: DataFormat) -> Conversation | str:
 
 
 def _example(reader: "_RowReader", data_format: DataFormat) -> Conversation | str:
+    try:
+        return _of_format(reader, data_format)
+    except _NoColumnError as error:
+        other = next(filter(reader.is_readable_as, DataFormat), None)
+        help_ = error.help if other is None else f"For such rows set spec.dataset.format: {other}"
+        raise DataError(f"{error}. {help_}") from None
+
+
+def _of_format(reader: "_RowReader", data_format: DataFormat) -> Conversation | str:
     if data_format is DataFormat.TEXT:
         return reader.text("text")
     if data_format is DataFormat.INSTRUCTION:
@@ -97,11 +106,23 @@ def _example(reader: "_RowReader", data_format: DataFormat) -> Conversation | st
         return _conversation((*reader.system(messages), *messages), tools=reader.tools())
     if reader.has("prompt") and reader.has("completion"):
         return _prompt_and_completion(reader)
-    raise DataError(
+    raise _NoColumnError(
         f"{reader.where} has no column messages or conversations, and not both prompt and "
-        f"completion; it has {reader.found()}. Name yours in {COLUMNS}.messages, or in "
-        f"{COLUMNS}.prompt and {COLUMNS}.completion"
+        f"completion; it has {reader.found()}",
+        f"Name yours in {COLUMNS}.messages, or in {COLUMNS}.prompt and {COLUMNS}.completion",
     )
+
+
+class _NoColumnError(DataError):
+    """A row lacks a column that its format reads.
+
+    Attributes:
+        help: What to do if the row has no other format.
+    """
+
+    def __init__(self, message: str, help_: str) -> None:
+        super().__init__(message)
+        self.help = help_
 
 
 class _RowReader:
@@ -197,6 +218,14 @@ class _RowReader:
             turns.append({"role": "assistant", "content": item[1]})
         return tuple(turns)
 
+    def is_readable_as(self, data_format: DataFormat) -> bool:
+        """Whether the usual columns of a format are there, with values of their types."""
+        try:
+            _of_format(_RowReader(self._row, ColumnMap(), self._rules), data_format)
+        except DataError:
+            return False
+        return True
+
     def is_learned(self) -> bool:
         """Whether no column excludes the row from the loss, such as a weight of 0."""
         found = ((name, masks.of_row(name, self._later(name))) for name in masks.OF_ROW)
@@ -226,9 +255,9 @@ class _RowReader:
     def _get(self, usual: tuple[str, ...]) -> tuple[str, Any]:
         column = self._find(usual)
         if column is None:
-            raise DataError(
-                f"{self.where} has no column {' or '.join(usual)}; it has {self.found()}. "
-                f"Name yours in {COLUMNS}.{usual[0]}"
+            raise _NoColumnError(
+                f"{self.where} has no column {' or '.join(usual)}; it has {self.found()}",
+                f"Name yours in {COLUMNS}.{usual[0]}",
             )
         self.seen.add(column)
         return column, self._row.values[column]

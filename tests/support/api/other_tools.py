@@ -1,0 +1,74 @@
+"""The keys of the most used example configurations of three tools; `[]` is an entry of a list."""
+
+TRL = """
+model_name_or_path model_revision torch_dtype attn_implementation trust_remote_code chat_template
+eos_token use_peft load_in_4bit lora_r lora_alpha lora_dropout lora_target_modules dataset_name
+dataset_config dataset_train_split dataset_test_split dataset_num_proc preprocessing_num_workers
+dataset_mixer dataset_splits dataset_mixture dataset_mixture.datasets
+dataset_mixture.datasets[].id dataset_mixture.datasets[].config dataset_mixture.datasets[].split
+dataset_mixture.datasets[].columns dataset_mixture.datasets[].weight
+dataset_mixture.test_split_size dataset_mixture.seed assistant_only_loss packing packing_strategy
+max_length max_seq_length max_prompt_length beta bf16 ddp_timeout do_eval eval_strategy
+evaluation_strategy eval_steps gradient_accumulation_steps gradient_checkpointing
+gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant hub_model_id hub_strategy
+learning_rate log_level logging_steps logging_strategy lr_scheduler_type lr_scheduler_kwargs
+lr_scheduler_kwargs.min_lr_rate max_grad_norm max_steps num_train_epochs optim output_dir
+overwrite_output_dir per_device_eval_batch_size per_device_train_batch_size push_to_hub
+remove_unused_columns report_to run_name save_strategy save_steps save_total_limit seed
+use_liger_kernel warmup_ratio average_tokens_across_devices compute_environment debug
+deepspeed_config deepspeed_config.deepspeed_multinode_launcher
+deepspeed_config.gradient_accumulation_steps deepspeed_config.offload_optimizer_device
+deepspeed_config.offload_param_device deepspeed_config.zero3_init_flag
+deepspeed_config.zero3_save_16bit_model deepspeed_config.zero_stage distributed_type downcast_bf16
+enable_cpu_affinity fsdp_config fsdp_config.fsdp_activation_checkpointing
+fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_cpu_ram_efficient_loading
+fsdp_config.fsdp_offload_params fsdp_config.fsdp_reshard_after_forward
+fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_version machine_rank main_training_function
+mixed_precision num_machines num_processes rdzv_backend same_network tpu_env tpu_use_cluster
+tpu_use_sudo use_cpu
+"""
+"""TRL's example and its accelerate settings for ZeRO-3 and FSDP2, and five recipes of the alignment
+handbook: Zephyr (full, QLoRA DPO), StarChat2, SmolLM2, SmolLM3."""
+
+AXOLOTL = """
+base_model model_type tokenizer_type is_mistral_derived_model is_llama_derived_model hub_model_id
+load_in_8bit load_in_4bit strict chat_template rl datasets datasets[].path datasets[].type
+datasets[].split datasets[].field_messages datasets[].field_chosen datasets[].field_rejected
+datasets[].message_property_mappings datasets[].roles dataset_prepared_path val_set_size output_dir
+sequence_len sample_packing eval_sample_packing pad_to_sequence_len adapter lora_model_dir lora_r
+lora_alpha lora_dropout lora_target_linear lora_target_modules lora_fan_in_fan_out
+lora_modules_to_save lora_mlp_kernel lora_qkv_kernel lora_o_kernel wandb_project wandb_entity
+wandb_watch wandb_name wandb_log_model gradient_accumulation_steps micro_batch_size num_epochs
+optimizer lr_scheduler learning_rate train_on_inputs group_by_length bf16 fp16 tf32
+gradient_checkpointing gradient_checkpointing_kwargs gradient_checkpointing_kwargs.use_reentrant
+early_stopping_patience resume_from_checkpoint local_rank logging_steps xformers_attention
+flash_attention attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv
+flash_attn_fuse_mlp loss_watchdog_threshold loss_watchdog_patience warmup_steps warmup_ratio
+evals_per_epoch eval_table_size eval_table_max_new_tokens saves_per_epoch save_first_step debug
+deepspeed weight_decay fsdp fsdp_config fsdp_config.fsdp_limit_all_gathers
+fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_offload_params fsdp_config.fsdp_use_orig_params
+fsdp_config.fsdp_cpu_ram_efficient_loading fsdp_config.fsdp_auto_wrap_policy
+fsdp_config.fsdp_transformer_layer_cls_to_wrap fsdp_config.fsdp_state_dict_type
+fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_backward_prefetch special_tokens
+special_tokens.pad_token special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token
+plugins liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy eot_tokens
+ddp_find_unused_parameters unfrozen_parameters
+"""
+"""Llama 3 (LoRA 8B, LoRA kernels, full with liger and FSDP, QLoRA FSDP 70B, DPO), Llama 2 (full),
+Mistral 7B, Gemma 3 (QLoRA), Qwen3 (QLoRA FSDP)."""
+
+LLAMA_FACTORY = """
+model_name_or_path trust_remote_code adapter_name_or_path quantization_bit quantization_method
+rope_scaling flash_attn enable_liger_kernel sequence_parallel_size sequence_parallel_mode stage
+do_train finetuning_type lora_rank lora_target pref_beta pref_loss deepspeed dataset dataset_dir
+template cutoff_len max_samples overwrite_cache preprocessing_num_workers dataloader_num_workers
+output_dir logging_steps save_steps plot_loss overwrite_output_dir save_only_model report_to
+ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker
+per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs
+lr_scheduler_type warmup_ratio weight_decay max_grad_norm bf16 gradient_checkpointing ddp_timeout
+resume_from_checkpoint eval_dataset val_size per_device_eval_batch_size eval_strategy eval_steps
+export_dir export_size export_device export_legacy_format
+"""
+"""Llama 3 (LoRA, LoRA with Ray, DPO, QLoRA, full with DeepSpeed, merge), Qwen3 (long context)."""
+
+CONFIGURATIONS = {"TRL": TRL, "Axolotl": AXOLOTL, "LLaMA-Factory": LLAMA_FACTORY}
