@@ -179,6 +179,8 @@ class Observation:
             worker.
         is_training: Whether it trains; None if only `progress` shows it.
         obstacle: The current obstacle, in every phase; None if there is none.
+        gives_up: Termination to record if the operator must end the attempt before it trains, for
+            the sake of another job; None otherwise. As `Preempted` the restart is not counted.
         message: One sentence for the conditions; may be empty.
         warning: One sentence for people without effect on decisions, such as interference by other
             clients; may be empty.
@@ -196,6 +198,7 @@ class Observation:
     failure_class: FailureClass | None = None
     is_training: bool | None = None
     obstacle: Obstacle | None = None
+    gives_up: Termination | None = None
     message: str = ""
     warning: str = ""
     requeue_seconds: float | None = None

@@ -59,7 +59,7 @@ def view_of(job: FineTuneJob, observation: Observation | None, before: View | No
         disruptions=status.restarts.disruptions,
         ended=tuple(
             sorted(
-                (one for one in status.attempts if one.failure_class is not None),
+                (one for one in status.attempts if one.end_time is not None),
                 key=lambda one: one.number,
             )
         ),

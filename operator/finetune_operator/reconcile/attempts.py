@@ -34,7 +34,7 @@ from finetune_operator.reconcile.conditions import (
     set_condition,
 )
 from finetune_operator.reconcile.failures import action_for
-from finetune_trainer.config import CheckpointRef, FailureClass, Progress, Termination
+from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Progress, Termination
 
 KEPT = 10
 MESSAGE_LENGTH = 1024
@@ -116,6 +116,44 @@ def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobSt
     """Return the status with fields of the newest attempt changed."""
     changed = status.attempts[-1].model_copy(update=fields)
     return status.model_copy(update={"attempts": [*status.attempts[:-1], changed]})
+
+
+def give_up(status: FineTuneJobStatus, termination: Termination) -> FineTuneJobStatus:
+    """Return the status with the termination for which the operator ends the open attempt."""
+    return change_current(
+        status,
+        failure_class=termination.failure_class.value,
+        message=termination.message[:MESSAGE_LENGTH],
+        exit_code=termination.exit_code,
+    )
+
+
+def given_up(attempt: AttemptStatus) -> Termination | None:
+    """Return the recorded termination of an attempt that the operator ends; None otherwise."""
+    if attempt.end_time is not None or attempt.failure_class is None:
+        return None
+    code = ExitCode.KILLED if attempt.exit_code is None else attempt.exit_code
+    failure = FailureClass(attempt.failure_class)
+    return Termination(failure_class=failure, exit_code=code, message=attempt.message)
+
+
+def first_without_nodes(status: FineTuneJobStatus) -> datetime | None:
+    """Return the start of the first of the newest consecutive attempts that never had all nodes.
+
+    The open attempt always counts. None if the newest attempt had all nodes.
+    """
+    ready = find(status, ConditionType.RESOURCES_READY)
+    lost = ready.last_transition_time if ready is not None and ready.status == "False" else None
+    first = None
+    for attempt in reversed(status.attempts):
+        # Times in this format have the order of their texts.
+        had_nodes = lost is None or attempt.start_time is None or attempt.start_time < lost
+        never_ran = attempt.exit_code is None or attempt.failure_class == FailureClass.PREEMPTED
+        if attempt.end_time is not None and (had_nodes or not never_ran):
+            return first
+        first = parse_rfc3339(attempt.start_time) if attempt.start_time else first
+    is_cut = first is not None and lost is not None and status.attempts[0].number > 1
+    return parse_rfc3339(lost) if is_cut and lost is not None else first
 
 
 def with_facts(status: FineTuneJobStatus, seen: Observation) -> FineTuneJobStatus:

@@ -239,7 +239,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     if view.spec.suspend:
         text = _why_suspended(view, status)
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
-    limit = during.active_deadline(view.spec.deadlines, status)
+    limit = during.earliest_limit(view.spec.deadlines, status, view.now)
     # A suspended job has no running deadline: opening an attempt starts a new one.
     was_suspended = is_true(view.before, ConditionType.SUSPENDED) or is_suspending(view.before)
     if limit and limit.at <= view.now and not was_suspended:
@@ -266,7 +266,8 @@ def _why_suspended(view: _View, status: FineTuneJobStatus) -> str:
 
 def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observation) -> Decision:
     """Close an attempt without remaining processes, and decide the next step."""
-    termination = failures.verdict(observation)
+    given_up = attempts.given_up(status.attempts[-1])
+    termination = failures.verdict(observation, given_up)
     report = termination.progress or observation.progress
     if report is not None:
         status = attempts.with_progress(status, report, observation.checkpoints, view.now)
@@ -281,6 +282,8 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         if termination.failure_class in failures.PERMANENT_CLASSES:
             return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)
+    if given_up is not None and termination.failure_class in failures.DISRUPTIONS:
+        return _between_attempts(view, status)  # it gave way to another job before it trained
     policy = view.spec.restart_policy
     action = failures.action_for(policy, termination.failure_class, termination.exit_code)
     if action is RestartAction.FAIL:
@@ -299,6 +302,8 @@ def _during_attempt(
     if course.situation is None:
         return Decision((), status, course.requeue_seconds)
     status = _with_progress(view, status, course.situation, observation)
+    if course.given_up is not None:
+        status = attempts.give_up(status, course.given_up)
     if course.grace_seconds is None:
         return view.conclude(status, course.situation, requeue=course.requeue_seconds)
     status, until = attempts.stop(status, course.grace_seconds, view.now)
@@ -334,7 +339,7 @@ def _not_created(
     if failed.is_absent and (limit := during.deadline_before_creation(view.spec, status, view.now)):
         termination = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
         status = attempts.close(status, termination, "", view.now)
-        return _fail(view, status, limit.reason, f"{limit.message}: {limit.obstacle}")
+        return _fail(view, status, limit.reason, limit.message)
     opened = parse_rfc3339(attempt.start_time) if attempt.start_time else view.now
     is_early = view.now - opened < timedelta(seconds=PATIENCE_SECONDS)
     if is_early and not failed.needs_fix:

@@ -11,9 +11,9 @@ from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
-from finetune_operator.backends.base import AttemptPhase, Effect, Observation
+from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
-from finetune_operator.reconcile.attempts import active_since, current
+from finetune_operator.reconcile.attempts import active_since, first_without_nodes, given_up
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
@@ -24,13 +24,17 @@ from finetune_operator.reconcile.conditions import (
     parse_rfc3339,
     stage_of_start,
 )
-from finetune_trainer.config import ExitCode, Phase
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination
 
 LOST_NODE_GRACE_SECONDS = 10.0
 """Grace period of a gang that has lost a node: it can no longer save a checkpoint."""
 
+RENDEZVOUS_SECONDS = 600.0
+"""Time for the ranks to arrive at the rendezvous once all nodes run."""
+
 _BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
 _ORDERLY_EXITS = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
+_WITHOUT_OBSTACLE = (Reason.PROVISIONING, Reason.RESTARTING)
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
 
 
@@ -41,14 +45,20 @@ class Deadline:
     Attributes:
         at: Time of the deadline.
         reason: Reason of the job's failure after the deadline.
-        message: Message of that failure.
-        obstacle: The obstacle until the deadline; empty if none was reported.
+        limit: Clause about the limit.
+        obstacle: The obstacle until the deadline; empty if it does not matter.
     """
 
     at: datetime
     reason: Reason
-    message: str
+    limit: str
     obstacle: str = ""
+
+    @property
+    def message(self) -> str:
+        """Message of the failure, with the remedy for an obstacle."""
+        remedy = "remove this obstacle or raise the limit, then create the job again"
+        return f"{self.limit}: {self.obstacle}; {remedy}" if self.obstacle else self.limit
 
 
 @dataclass(frozen=True)
@@ -59,11 +69,13 @@ class Course:
         situation: Situation of the job; None if it is unchanged.
         grace_seconds: Seconds until the attempt has to be stopped; None if it continues.
         requeue_seconds: Delay of the next decision if no event occurs; None to wait for an event.
+        given_up: Termination to record, because the operator ends the attempt; None otherwise.
     """
 
     situation: Situation | None
     grace_seconds: float | None = None
     requeue_seconds: float | None = None
+    given_up: Termination | None = None
 
 
 def follow(
@@ -85,6 +97,9 @@ def follow(
     limits = _limits(spec.deadlines, status, observation, now)
     passed = next((limit for limit in limits if limit.at <= now), None)
     delays = [(limit.at - now).total_seconds() for limit in limits if limit.at > now]
+    left, end = _rendezvous_left(status, observation, now), None
+    if left is not None and left > 0:
+        delays.append(left)
     if observation.requeue_seconds is not None:
         delays.append(observation.requeue_seconds)
     requeue = min(delays, default=None)
@@ -95,25 +110,62 @@ def follow(
     if ending:
         stops = describe_stop(status, attempt, observation, grace, saves=saves)
         situation = Situation(Stage.ENDING, *ending, meanwhile=stops, obstacle=observation.obstacle)
-        return Course(situation, grace, requeue)
+        return Course(situation, grace, requeue, _without_nodes(*ending))
     if spec.suspend or is_suspending(status):
         stops = describe_stop(status, attempt, observation, grace, saves=saves)
         situation, stop_in = Situation(Stage.SUSPENDING, Reason.SUSPENDING, stops), grace
-    elif observation.phase is AttemptPhase.FAILED:
-        cause = observation.message or f"attempt {attempt.number} lost a node"
-        text = f"{cause}; waiting until all of its processes are gone"
-        situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
-        stop_in = _remaining_grace(observation, grace)
     elif observation.phase is AttemptPhase.UNKNOWN:
         if observation.obstacle is None or not _was_waiting(status):
             return Course(None, None, requeue)
         reason, message = observation.obstacle.reason, observation.obstacle.message
         situation = Situation(stage_of_start(attempt.number), reason, message)
+    elif observation.phase is AttemptPhase.FAILED or (end := _give_up(attempt, observation, left)):
+        cause = end or given_up(attempt) or observation
+        text = cause.message or f"attempt {attempt.number} lost a node"
+        text = f"{text}; waiting until all of its processes are gone"
+        situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
+        stop_in = _remaining_grace(observation, grace)
     else:
         situation = _watching(attempt, status, observation)
     if observation.warning:
         situation = replace(situation, message=f"{situation.message}; {observation.warning}")
-    return Course(replace(situation, obstacle=observation.obstacle), stop_in, requeue)
+    return Course(replace(situation, obstacle=observation.obstacle), stop_in, requeue, end)
+
+
+def _rendezvous_left(
+    status: FineTuneJobStatus, observation: Observation, now: datetime
+) -> float | None:
+    """Return the seconds left for missing ranks to arrive; None if rank 0 waits for no rank.
+
+    The time counts while all nodes run and rank 0 waits. Rank 0's own clock gives the age of its
+    process, which may be younger than the attempt.
+    """
+    ready, report = find(status, ConditionType.RESOURCES_READY), observation.progress
+    if observation.phase is not AttemptPhase.RUNNING or report is None or not report.waits_for:
+        return None
+    if ready is None or ready.status == "False" or ready.last_transition_time is None:
+        return RENDEZVOUS_SECONDS
+    waited = (now - parse_rfc3339(ready.last_transition_time)).total_seconds()
+    age = report.spent.starting if report.spent is not None else 0.0
+    return RENDEZVOUS_SECONDS - min(waited, age)
+
+
+def _give_up(
+    attempt: AttemptStatus, observation: Observation, rendezvous_left: float | None
+) -> Termination | None:
+    """Return the termination of an attempt that the operator ends; None if the attempt continues.
+
+    The status records it, because the processes of the attempt only report that they were stopped.
+    """
+    if (recorded := given_up(attempt)) is not None:
+        return recorded
+    if observation.progress is None or rendezvous_left is None or rendezvous_left > 0:
+        return observation.gives_up
+    message = (
+        f"{observation.progress.waits_for} within {RENDEZVOUS_SECONDS:.0f} s after all nodes ran; "
+        "see the logs of those ranks, and whether their nodes reach rank 0's node"
+    )
+    return Termination(failure_class=FailureClass.HUNG, exit_code=ExitCode.ERROR, message=message)
 
 
 def is_suspending(status: FineTuneJobStatus) -> bool:
@@ -142,7 +194,10 @@ def _watching(
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
     stage, obstacle = stage_of_start(attempt.number), observation.obstacle
     if runs and obstacle is None:
-        text = f"all nodes of attempt {attempt.number} run; ranks connect and load model and data"
+        progress = observation.progress
+        activity = progress.waits_for if progress is not None else None
+        activity = activity or "ranks connect and load model and data"
+        text = f"all nodes of attempt {attempt.number} run; {activity}"
         return Situation(stage, Reason.STARTING, text, exists=True)
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     if obstacle is None:
@@ -208,15 +263,31 @@ def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | 
     since = active_since(status)
     if limits.active_seconds is None or since is None:
         return None
-    message = f"the job was active for deadlines.activeSeconds {limits.active_seconds}"
+    limit = f"the job was active for deadlines.activeSeconds {limits.active_seconds}"
     at = since + timedelta(seconds=limits.active_seconds)
-    return Deadline(at, Reason.ACTIVE_DEADLINE_EXCEEDED, message)
+    return Deadline(at, Reason.ACTIVE_DEADLINE_EXCEEDED, limit)
+
+
+def earliest_limit(
+    limits: Deadlines, status: FineTuneJobStatus, now: datetime, obstacle: Obstacle | None = None
+) -> Deadline | None:
+    """Return the earliest deadline of a job without an attempt in the cluster; None without one.
+
+    Args:
+        limits: Deadlines of the job.
+        status: Status of the job.
+        now: Time with a zone.
+        obstacle: The obstacle to creating the open attempt; None between attempts.
+    """
+    waiting = Observation(AttemptPhase.PENDING, obstacle=obstacle)
+    every = _limits(limits, status, waiting, now)
+    return min(every, key=lambda limit: limit.at, default=None)
 
 
 def _limits(
     limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
 ) -> list[Deadline]:
-    """Return the deadlines of an open attempt."""
+    """Return the deadlines of an open attempt, or between two attempts."""
     both = (active_deadline(limits, status), _pending_deadline(limits, status, observation, now))
     return [deadline for deadline in both if deadline is not None]
 
@@ -233,20 +304,20 @@ def deadline_before_creation(
         return None
     if spec.suspend or is_true(status, ConditionType.SUSPENDED):
         return None
-    limits = _limits(spec.deadlines, status, Observation(AttemptPhase.PENDING), now)
-    passed = next((limit for limit in limits if limit.at <= now), None)
-    return passed and replace(passed, obstacle=found.message)
+    limit = earliest_limit(spec.deadlines, status, now, Obstacle(found.reason, found.message))
+    return replace(limit, obstacle=found.message) if limit and limit.at <= now else None
 
 
 def _pending_deadline(
     limits: Deadlines, status: FineTuneJobStatus, observation: Observation, now: datetime
 ) -> Deadline | None:
-    """Return the deadline of the open attempt's wait for resources; None if it does not wait.
+    """Return the deadline of the wait for resources; None if the job does not wait.
 
-    Time in a queue does not count: no nodes are requested before the queue admits the attempt.
+    The time counts over consecutive attempts that never had all of their nodes. Time in a queue
+    does not count: no nodes are requested before the queue admits the attempt.
     """
-    attempt = current(status)
-    if limits.pending_seconds is None or attempt is None or attempt.start_time is None:
+    first = first_without_nodes(status)
+    if limits.pending_seconds is None or first is None:
         return None
     if observation.phase is AttemptPhase.UNKNOWN:
         is_waiting = _was_waiting(status)
@@ -255,29 +326,51 @@ def _pending_deadline(
     is_queued = observation.obstacle is not None and observation.obstacle.effect is Effect.QUEUED
     if not is_waiting or is_queued:
         return None
-    since = _waiting_since(status, parse_rfc3339(attempt.start_time), now)
-    message = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
-    at = since + timedelta(seconds=limits.pending_seconds)
-    return Deadline(at, Reason.PENDING_DEADLINE_EXCEEDED, message)
+    at = _waiting_since(status, first, now) + timedelta(seconds=limits.pending_seconds)
+    limit = f"no resources within deadlines.pendingSeconds {limits.pending_seconds}"
+    obstacle = _last_obstacle(status, observation, first)
+    return Deadline(at, Reason.PENDING_DEADLINE_EXCEEDED, limit, obstacle)
 
 
-def _waiting_since(status: FineTuneJobStatus, opened: datetime, now: datetime) -> datetime:
-    """Return since when the attempt waits for resources; it may have lost them after its start.
+def _last_obstacle(status: FineTuneJobStatus, observation: Observation, first: datetime) -> str:
+    """Return the newest known obstacle since `first`, the start of the wait."""
+    if observation.obstacle is not None and observation.obstacle.message:
+        return observation.obstacle.message
+    ready = find(status, ConditionType.RESOURCES_READY)
+    if ready is not None and ready.reason not in _WITHOUT_OBSTACLE:
+        return ready.message
+    for attempt in reversed(status.attempts):
+        if attempt.end_time is not None and parse_rfc3339(attempt.end_time) >= first:
+            return attempt.message
+    return "the backend has reported no cause"
+
+
+def _waiting_since(status: FineTuneJobStatus, first: datetime, now: datetime) -> datetime:
+    """Return since when the job waits for resources; an attempt may have lost them after its start.
 
     The result is `now` if the attempt has had its resources, or was queued, until now.
     """
+    since = max(first, active_since(status) or first)
     ready = find(status, ConditionType.RESOURCES_READY)
     if ready is not None and ready.last_transition_time is not None:
         if ready.status == "True":
             return now
-        opened = max(opened, parse_rfc3339(ready.last_transition_time))
+        since = max(since, parse_rfc3339(ready.last_transition_time))
     admitted = find(status, ConditionType.ADMITTED)
     if admitted is None or admitted.last_transition_time is None:
-        return opened
+        return since
     if admitted.reason == Reason.QUEUED:
         return now
     admitted_at = parse_rfc3339(admitted.last_transition_time)
-    return max(opened, admitted_at) if admitted.status == "True" else opened
+    return max(since, admitted_at) if admitted.status == "True" else since
+
+
+def _without_nodes(reason: Reason, message: str) -> Termination | None:
+    """Return the termination of an attempt that is ended because its nodes did not come."""
+    if reason is not Reason.PENDING_DEADLINE_EXCEEDED:
+        return None
+    failure = FailureClass.WORKER_LOST
+    return Termination(failure_class=failure, exit_code=ExitCode.KILLED, message=message)
 
 
 def _was_waiting(status: FineTuneJobStatus) -> bool:

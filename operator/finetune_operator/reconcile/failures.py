@@ -31,12 +31,27 @@ _CLASS_OF_CODE: dict[int, FailureClass] = {
 }
 
 
-def verdict(observation: Observation) -> Termination:
+_STOPPED = frozenset({ExitCode.PREEMPTED, ExitCode.KILLED, *STOPPED_BY_SIGNAL})
+
+
+def verdict(observation: Observation, given_up: Termination | None = None) -> Termination:
     """Return the termination of an attempt whose processes are all gone.
 
     The exit code takes precedence over the class in the message, and only the phase `Succeeded`
     with exit code 0 is a completion. An attempt without a termination message was killed.
+
+    Args:
+        observation: The last observation of the attempt.
+        given_up: The recorded termination if the operator has ended the attempt. A failure that
+            the trainer reports itself takes precedence.
     """
+    seen = _reported(observation)
+    if given_up is None or seen.exit_code not in _STOPPED:
+        return seen
+    return given_up.model_copy(update={"progress": seen.progress})
+
+
+def _reported(observation: Observation) -> Termination:
     reported = observation.termination
     if reported is None and observation.phase is AttemptPhase.SUCCEEDED:
         return Termination(

@@ -73,6 +73,7 @@ def test_view_takes_the_last_words_over_an_older_progress() -> None:
 def test_news_tell_of_a_failed_attempt_and_of_the_one_that_follows() -> None:
     ended = {
         "number": 1,
+        "endTime": "2026-01-01T00:00:00Z",
         "failureClass": "WorkerLost",
         "exitCode": 137,
         "message": "rank 1 was killed",

@@ -306,7 +306,7 @@ def test_an_attempt_that_can_never_be_created_is_given_up_at_the_deadline(
         await world.settle()
         failed = world.condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", reason)
-        assert failed["message"].endswith(f"deadlines.{limit} 60: {QUOTA_SENTENCE}")
+        assert f"deadlines.{limit} 60: {QUOTA_SENTENCE}; " in failed["message"]
         world.api.is_used_up = False
         await world.settle()
         assert world.attempts == []

@@ -72,7 +72,7 @@ def test_a_deadline_fails_the_job_once_nothing_of_the_attempt_exists(
     assert life.see(ABSENT) == ()
     assert life.status.phase is JobPhase.FAILED
     assert life.condition("Failed") == ("True", reason)
-    assert life.said("Failed").endswith(QUOTA.message)
+    assert f"60: {QUOTA.message}; " in life.said("Failed")
     assert life.status.attempts[0].end_time is not None
     assert life.status.attempts[0].message == QUOTA.message
 
