@@ -22,7 +22,7 @@ from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CRDS, FINE_TUNE_JOBS, NAMESPACES, Object, Resource
 from finetune_trainer.config import Phase, Progress
 from support.cluster.control_plane import CONTROLLERS, PROGRAMS, ControlPlane
-from support.cluster.last_release import COMMIT, LastRelease, unpack
+from support.cluster.last_release import BACKENDS, COMMIT, LastRelease, unpack
 from support.cluster.operators import ROOT, OperatorProcess, wait_until
 from support.cluster.played_pods import ProgressServer, own_address
 from support.cluster.running_jobs import NODES, children, jobs, training
@@ -141,7 +141,7 @@ class World:
             kubeconfig,
             HOME,
             source=source,
-            backends="",
+            backends=BACKENDS if source else "",
             namespaces="",
             health_host="127.0.0.1",
         )
@@ -190,7 +190,7 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
         installed = await world.revisions()
         async with (
             world.operator(folder, last.source) as old,
-            training(client, HOME, "played", progress.port, running=RUNNING),
+            training(client, HOME, "played", progress.port, running=RUNNING, backends=["aks"]),
         ):
             await world.settle()
             await asyncio.to_thread(old.end)

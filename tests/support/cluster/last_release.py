@@ -16,6 +16,8 @@ import yaml
 ROOT = Path(__file__).parents[3]
 COMMIT = "633915b"
 STORED = Path(__file__).parents[2] / "release_0_1_0"
+BACKENDS = "aks=finetune_operator.backends.aks.backend:AksBackend"
+"""Its backend for the setting `backends`: the packages here register none of that name."""
 _PARTS = ("charts/finetune-operator", "operator/finetune_operator", "trainer/finetune_trainer")
 _TESTS = ("crds", "tests")
 _POD_ADDRESS = "192.0.2.10"

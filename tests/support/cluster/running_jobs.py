@@ -1,7 +1,7 @@
 """Jobs of two nodes that train on played pods, and their children as others might change them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from finetune_operator.kube.client import KubeClient
@@ -34,9 +34,18 @@ CLAIMS = ("data", "models", "checkpoints")
 
 @asynccontextmanager
 async def training(
-    client: KubeClient, namespace: str, name: str, port: int, *, running: int
+    client: KubeClient,
+    namespace: str,
+    name: str,
+    port: int,
+    *,
+    running: int,
+    backends: Sequence[str] = ("kubernetes", "aks"),
 ) -> AsyncIterator[None]:
-    """Have so many jobs whose pods run on a played node; their profile is called as the node."""
+    """Have so many jobs whose pods run on a played node; their profile is called as the node.
+
+    The jobs name the backend by each of `backends` in turn.
+    """
     spec = profile(nodes=profile_nodes(name)).model_dump(
         by_alias=True, exclude_none=True, mode="json"
     )
@@ -45,7 +54,9 @@ async def training(
     async with played_node(client, name), bound_claims(client, CLAIMS, namespace):
         await client.create(FINE_TUNE_PROFILES, made)
         for number in range(running):
-            await client.create(FINE_TUNE_JOBS, body(f"job-{number}", name, port), namespace)
+            backend = backends[number % len(backends)]
+            made = body(f"job-{number}", name, port, backend)
+            await client.create(FINE_TUNE_JOBS, made, namespace)
         placed: set[str] = set()
         async with asyncio.timeout(120):
             while len(placed) < running * NODES:
@@ -60,9 +71,7 @@ async def training(
             await client.delete(FINE_TUNE_PROFILES, name)
 
 
-def body(name: str, profile_name: str, port: int) -> Object:
-    """Return a job; every second one names the backend as release 0.1.0 does."""
-    backend = "aks" if name[-1] in "13579" else "kubernetes"
+def body(name: str, profile_name: str, port: int, backend: str = "kubernetes") -> Object:
     fields = {
         **JOB,
         "backend": {"type": backend, backend: {"profile": profile_name}},
