@@ -114,7 +114,7 @@ class World:
         return found
 
     async def settle(self) -> None:
-        """Remember everything once all jobs train and nobody writes any more."""
+        """Remember all objects once all jobs train and no client writes."""
         async with asyncio.timeout(240):
             while await jobs(self.client, HOME) != [("Running", 1)] * RUNNING:
                 await asyncio.sleep(0.5)
@@ -212,7 +212,7 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
             async with world.operator(folder, None):
                 await world.is_untouched()
 
-            # Nobody serves the jobs, and they go on.
+            # No operator serves the jobs, and they run.
             await world.helm_works("uninstall", "ft")
             assert (await client.list(_DEPLOYMENTS, HOME)).items == []
             assert await world.revisions() == newest
