@@ -397,7 +397,7 @@ def test_transformers_45127_the_printed_lines_load_an_adapter_with_added_tokens(
     model = config.model.model_copy(update={"add_tokens": ("<|tool|>",)})
     folder = exported(config.model_copy(update={"model": model}))
     out = io.StringIO()
-    print_outcome(Console(file=out, width=60), outcome_of(folder, base, Progress()))
+    print_outcome(Console(file=out, width=60), outcome_of(folder, base, Progress()), chat="")
     names: dict[str, Any] = {}
     exec(out.getvalue().partition("Load it with:")[2].strip(), names)
     assert names["model"].get_input_embeddings().weight.shape[0] == len(names["tokenizer"])

@@ -13,16 +13,14 @@ from torch import nn
 
 from finetune_trainer.config import Phase
 from finetune_trainer.control import unless_stopped
-from finetune_trainer.export.end_tokens import own_end_ids, with_stops
 from finetune_trainer.failpoints import failpoint
+from finetune_trainer.generation import decode, encode, generate
 from finetune_trainer.gpu import free_memory
 from finetune_trainer.loop import Run
-from finetune_trainer.model.adapters import in_format_of_base
-from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 from finetune_trainer.model.quantize import move
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 48
 # Share of the GPU's free memory that a copy of the model may take; the rest is for its caches.
@@ -75,30 +73,6 @@ def answer(
     It ends at an end token of the base, or at one of `stops`, which ended the learned turns.
     The mode and the state of the model are unchanged afterwards.
     """
-    inputs = _encode(tokenizer, prompt).to(next(model.parameters()).device)
-    # Each new token changes the length, for which compiled layers would be compiled again.
-    stance = torch.compiler.set_stance("force_eager")
-    with stance, torch.no_grad(), in_format_of_base(model), in_evaluation_mode(model):
-        output = model.generate(  # type: ignore[operator]  # a transformers or peft model
-            **inputs,
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=with_stops(own_end_ids(model), stops),
-        )
-    generated = output[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(generated, skip_special_tokens=True)).strip()
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> "BatchEncoding":
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = encode(tokenizer, [{"role": "user", "content": prompt}])
+    tokens = generate(model, tokenizer, inputs, stops=stops, max_new_tokens=MAX_NEW_TOKENS)
+    return decode(tokenizer, tokens)

@@ -20,6 +20,7 @@ from finetune_operator.extras import sentence
 COMMANDS = {
     "run": "Run a job on this machine and follow it.",
     "dev": "Serve a Kubernetes API with the operator on this machine.",
+    "chat": "Converse with the base model and the trained one.",
     "preview": "Show the first rows as the trainer sees them.",
     "validate": "Print every problem of manifests.",
     "render": "Print the exact request without sending it.",

@@ -45,7 +45,8 @@ def conclude(
     if is_true(status, ConditionType.COMPLETE):
         console.print(Text(f"\nComplete {took}\n", style="bold green"))
         if target.job.spec.backend.type == BACKEND:
-            return print_outcome(console, _outcome(target, last.progress))
+            chat = f"ftctl chat {shlex.quote(target.manifest.file)}"
+            return print_outcome(console, _outcome(target, last.progress), chat=chat)
         return console.print(Text("\n".join(status.artifacts)), soft_wrap=True)
     if is_true(status, ConditionType.FAILED):
         failed = find(status, ConditionType.FAILED)

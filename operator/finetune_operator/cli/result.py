@@ -1,4 +1,4 @@
-"""Print the result of a Complete job for `ftctl run`: the losses, and how to load the model."""
+"""Print the result of a Complete job for `ftctl run`: the losses, and how to use the model."""
 
 import json
 from dataclasses import dataclass
@@ -57,14 +57,18 @@ def loading_lines(model: str, base: str | None, num_tokens: int | None = None) -
     return "from peft import PeftModel", library, load, resize, adapt, tokenizer
 
 
-def print_outcome(console: Console, outcome: Outcome) -> None:
-    """Print the losses, the samples, the folder, and how to load the model."""
+def print_outcome(console: Console, outcome: Outcome, *, chat: str) -> None:
+    """Print the losses, the samples, the folder, and how to use the model.
+
+    `chat` is the command that starts a conversation with it.
+    """
     for label, value in _figures(outcome):
         # No table is used, because it would wrap a long path that users copy.
         console.print(Text.assemble((f"{label:<16}", "dim"), value), soft_wrap=True)
     for sample in outcome.progress.samples:
         console.print()
         console.print(_sample_table(sample))
+    console.print(Text(f"\nChat with it: {chat}"), soft_wrap=True)
     console.print("\nLoad it with:\n")
     base = shown_path(outcome.base) if outcome.base else None
     for line in loading_lines(shown_path(outcome.model), base, outcome.num_tokens):

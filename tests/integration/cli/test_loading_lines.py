@@ -29,7 +29,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def printed_lines(output: Path, base: Path | None) -> str:
     """Return the lines of Python that the end of a run prints."""
     out = io.StringIO()
-    print_outcome(Console(file=out, width=60), outcome_of(output, base, Progress()))
+    print_outcome(Console(file=out, width=60), outcome_of(output, base, Progress()), chat="")
     return out.getvalue().partition("Load it with:")[2].strip()
 
 

@@ -14,7 +14,7 @@ from finetune_trainer.config import Progress, SampleAnswer
 
 def printed(outcome: Outcome, width: int = 80) -> str:
     out = io.StringIO()
-    print_outcome(Console(file=out, width=width), outcome)
+    print_outcome(Console(file=out, width=width), outcome, chat="ftctl chat job.yaml")
     return out.getvalue()
 
 
@@ -67,6 +67,7 @@ def test_what_is_to_be_copied_is_never_wrapped() -> None:
     text = printed(outcome(model=folder), width=40)
 
     assert f'AutoTokenizer.from_pretrained("{folder}")' in text
+    assert "Chat with it: ftctl chat job.yaml" in text.splitlines()
     assert ["adapter", str(folder)] in [line.split() for line in text.splitlines()]
 
 

@@ -6,6 +6,7 @@ other exchange. This package imports only pydantic, so the operator never import
 camelCase in JSON and snake_case in Python; unknown keys are refused.
 """
 
+from finetune_trainer.config.chat import ChatConfig as ChatConfig
 from finetune_trainer.config.contract_model import ContractModel as ContractModel
 from finetune_trainer.config.contract_model import JobRef as JobRef
 from finetune_trainer.config.inputs import COMPRESSIONS as COMPRESSIONS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.export.end_tokens import EndTokens
 from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
-from finetune_trainer.export.settings import complete_config, set_end_tokens
+from finetune_trainer.export.settings import GENERATION_CONFIG, complete_config, set_end_tokens
 from finetune_trainer.export.tokenizer import reader_notes, write_tokenizer
 from finetune_trainer.model.identity import model_folder
 from finetune_trainer.model.load import base_name
@@ -102,11 +102,11 @@ class CompanionFiles:
             write_tokenizer(self.tokenizer, self.config.model, self.base, self.ends, folder)
         except Exception as error:  # the tokenizer raises a bare Exception for a full disk
             raise OSError(f"the tokenizer: {error}") from error
-        if kind == "model":
-            if self.base is not None:
-                base_config = json.loads((self.base / "config.json").read_text())
-                complete_config(folder / "config.json", base_config)
-            set_end_tokens(folder / "generation_config.json", self.ends.ids)
+        if kind == "model" and self.base is not None:
+            base_config = json.loads((self.base / "config.json").read_text())
+            complete_config(folder / "config.json", base_config)
+        if kind == "model" or self.ends.ids is not None:
+            set_end_tokens(folder / GENERATION_CONFIG, self.ends.ids)
         public = base_name(self.config.model)
         base = public or self.config.model.path
         found = [*self.notes(kind), *reader_notes(folder)]

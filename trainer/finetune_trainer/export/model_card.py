@@ -5,6 +5,7 @@ path, are omitted.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from finetune_trainer.config import Progress, TrainConfig
 
 Kind = Literal["adapter", "model"]
 
+_CONFIGURATION = re.compile(r"## Configuration\n\n```json\n(.*?)\n```", re.DOTALL)
 _PACKAGES = ("finetune-operator", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 
 
@@ -59,6 +61,15 @@ def model_card(config: TrainConfig, progress: Progress, facts: CardFacts) -> str
         _table(("package", "version"), _versions()),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def settings_in(card: str) -> dict[str, Any]:
+    """Return the settings of the run in the text of a card; empty if it was written by others."""
+    found = _CONFIGURATION.search(card)
+    with suppress(ValueError):
+        settings = json.loads(found[1]) if found else {}
+        return settings if isinstance(settings, dict) else {}
+    return {}
 
 
 def exported_step(progress: Progress) -> int:

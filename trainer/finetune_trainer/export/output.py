@@ -25,16 +25,15 @@ from finetune_trainer.export.publish import (
     publish,
     refuse_foreign,
 )
+from finetune_trainer.export.settings import GENERATION_CONFIG
 from finetune_trainer.export.unread import PROCESSOR_FILES, add_unread
+from finetune_trainer.model.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from finetune_trainer.model.load import base_name
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 
 # Files that an export may write, by kind. The exact names are known after the write.
 _BESIDE = (
@@ -48,11 +47,11 @@ _BESIDE = (
     "vocab*",
 )
 _PATTERNS: dict[Kind, tuple[str, ...]] = {
-    "adapter": (*_BESIDE, ADAPTER_FILE, ADAPTER_CONFIG),
+    "adapter": (*_BESIDE, ADAPTER_FILE, ADAPTER_CONFIG, GENERATION_CONFIG),
     "model": (
         *_BESIDE,
         "config.json",
-        "generation_config.json",
+        GENERATION_CONFIG,
         "model*.safetensors*",
         PROCESSOR_FILES,
     ),

@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune_trainer.export.end_tokens import Ids
 
+GENERATION_CONFIG = "generation_config.json"
 _FLAT_ROPE = ("gemma3_text", "olmo3")
 """Families with nested rotary parameters that read the flat form, too."""
 _OF_THE_RUN = (
@@ -39,8 +40,8 @@ def complete_config(path: Path, base: Mapping[str, Any]) -> None:
 
 
 def set_end_tokens(path: Path, ids: Ids) -> None:
-    """Write the tokens at which generation stops."""
-    settings = json.loads(path.read_text())
+    """Write the tokens at which generation stops; an adapter gets a file with these alone."""
+    settings = json.loads(path.read_text()) if path.is_file() else {}
     settings["eos_token_id"] = ids
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 

@@ -35,6 +35,7 @@ _SHARED = {
 
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 # Initialisations of peft after which the base has its own weights; others move a part of the base
 # into the adapter (pissa, olora, corda, loftq, lora_ga).
 _STARTS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
@@ -191,6 +192,36 @@ def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
         # peft detects itself that Conv1D stores its weight transposed, and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
+
+
+def load_adapter(model: "PreTrainedModel", folder: Path) -> "PeftModel":
+    """Return the base with the exported adapter in `folder` attached.
+
+    Raises:
+        ConfigError: the adapter cannot be read, is not LoRA, or belongs to another base.
+    """
+    from peft import LoraConfig, get_peft_model_state_dict, load_peft_weights
+    from peft import set_peft_model_state_dict as set_weights
+
+    advice = "take folder and base from one run"
+    with explained(f"the adapter in {folder}", lambda: advice):
+        if not (folder / ADAPTER_FILE).is_file():
+            raise ConfigError(f"{folder} has no {ADAPTER_FILE}, and other formats are not read")
+        lora = LoraConfig.from_pretrained(str(folder))
+        if lora.peft_type != "LORA":
+            raise ConfigError(f"{folder} holds an adapter of type {lora.peft_type}, not LORA")
+        adapted = adapt(model, lora)
+        found = load_peft_weights(str(folder), device="cpu")
+        wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        if {name: one.shape for name, one in found.items()} != {
+            name: one.shape for name, one in wanted.items()
+        }:
+            raise ConfigError(
+                f"the adapter in {folder} does not fit {type(model).__name__} of "
+                f"{model.name_or_path}: other layers or sizes; {advice}"
+            )
+        set_weights(adapted, found)
+    return adapted
 
 
 def in_format_of_base(model: "nn.Module") -> "torch.autocast":

@@ -191,7 +191,7 @@ def load_model(
     if config.method.quantization != "none" and (sentence := unquantized_warning(model)):
         refusals.warn(f"spec.method.quantization {config.method.quantization}: {sentence}")
     if source.add_tokens:
-        _add_rows(model, new_token_ids(source))
+        add_rows(model, new_token_ids(source))
     model.train()
     return model
 
@@ -286,7 +286,7 @@ def _add_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: tuple[str, ...]) -
     tokenizer.add_tokens(list(tokens), special_tokens=True)
 
 
-def _add_rows(model: "PreTrainedModel", tokens: list[int]) -> None:
+def add_rows(model: "PreTrainedModel", tokens: list[int]) -> None:
     """Set the rows of new tokens in embedding and head to the mean of the other rows.
 
     A model whose vocabulary is padded already has room for them.
