@@ -74,5 +74,5 @@ def answer(
     The mode and the state of the model are unchanged afterwards.
     """
     inputs = encode(tokenizer, [{"role": "user", "content": prompt}])
-    tokens = generate(model, tokenizer, inputs, stops=stops, max_new_tokens=MAX_NEW_TOKENS)
-    return decode(tokenizer, tokens)
+    generated = generate(model, tokenizer, inputs, stops=stops, max_new_tokens=MAX_NEW_TOKENS)
+    return decode(tokenizer, generated.tokens)

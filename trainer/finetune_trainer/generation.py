@@ -4,6 +4,7 @@ The modules of both call it. The same weights, messages and stop tokens give the
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,20 @@ from finetune_trainer.model.adapters import in_format_of_base
 from finetune_trainer.model.evaluation_mode import in_evaluation_mode
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, Cache, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The result of a generation.
+
+    Attributes:
+        tokens: The new tokens.
+        cache: Keys and values of the prompt and of the new tokens except the last.
+    """
+
+    tokens: list[int]
+    cache: "Cache | None"
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> "BatchEncoding":
@@ -39,8 +53,9 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     streamer: Any = None,
-) -> list[int]:
-    """Return the generated tokens, without the prompt.
+    cache: "Cache | None" = None,
+) -> Generated:
+    """Generate the tokens that follow a prompt.
 
     Generation ends at an end token of the base or a token in `stops`. The mode and the state of the
     model are unchanged afterwards.
@@ -53,8 +68,10 @@ def generate(
         max_new_tokens: Largest number of generated tokens.
         temperature: Temperature of the sampling; 0 takes the most probable token.
         streamer: Receives the prompt, then each token (`BaseStreamer` of transformers).
+        cache: Keys and values of the first tokens of the prompt, which are not computed again.
     """
     inputs = inputs.to(next(model.parameters()).device)
+    known = {} if cache is None else {"past_key_values": cache}
     sampling: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
     if temperature:
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
@@ -64,14 +81,16 @@ def generate(
         output = model.generate(  # type: ignore[operator]
             **inputs,
             **sampling,
+            **known,
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=with_stops(own_end_ids(model), stops),
             streamer=streamer,
+            return_dict_in_generate=True,
         )
-    generated: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
-    return generated
+    tokens: list[int] = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Generated(tokens, output.past_key_values)
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:

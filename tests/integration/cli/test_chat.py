@@ -6,22 +6,30 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from finetune_operator.cli.app import app
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.resources import FINE_TUNE_JOBS
 from support.api.builders import manifest
+from support.charts.kubernetes_schemas import faults, minors
+from support.cluster.operators import Api
 from support.data.text_fixtures import CHATML_TEMPLATE, tiny_model
+from support.local.local_runs import wait_until
 from support.model.scripted import scripted_model
 
 FTCTL = [sys.executable, "-m", "finetune_operator"]
@@ -173,15 +181,22 @@ def test_what_cannot_be_loaded_is_refused_before_anything_is_loaded(
     if missing:
         (folder / missing).rename(folder / "elsewhere")
     try:
-        done = chat(folder, *words)
+        message = refusal(folder, *words)
     finally:
         if missing:
             (folder / "elsewhere").rename(folder / missing)
 
-    assert (done.returncode, done.stdout) == (1, "")
-    assert all(sentence in done.stderr for sentence in sentences), done.stderr
-    assert "loading" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert all(sentence in message for sentence in sentences), message
+    assert len(message.splitlines()) == 1
+
+
+def refusal(folder: Path, *words: str) -> str:
+    """Return the message with which `ftctl chat` refuses its arguments in a folder."""
+    with chdir(folder):
+        result = CliRunner().invoke(app, ["chat", *words])
+    assert isinstance(result.exception, FineTuneError), result.output
+    assert result.output == "", "it begins with the word loading"
+    return str(result.exception)
 
 
 def edit_job(folder: Path, **status: Any) -> None:
@@ -199,9 +214,7 @@ def condition(kind: str, message: str) -> dict[str, str]:
 def test_only_a_finished_job_has_a_model(tmp_path: Path) -> None:
     folder = tmp_path / "a project"
     write_project(folder)
-    done = chat(folder, "job.yaml")
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
+    assert refusal(folder, "job.yaml") == (
         "job.yaml has no run in runs/default/tiny yet; start one: ftctl run job.yaml"
     )
 
@@ -211,15 +224,14 @@ def test_only_a_finished_job_has_a_model(tmp_path: Path) -> None:
     job["metadata"] |= {"uid": "1", "namespace": "default"}
     (run / "job.json").write_text(json.dumps({**job, "status": {"attempt": 2}}))
     edit_job(folder, progress={"step": 3, "totalSteps": 6})
-    done = chat(folder, "tiny")
-    assert done.returncode == 1
-    assert done.stderr.startswith("the job tiny is not finished (attempt 2, step 3 of 6)")
+    unfinished = "the job tiny is not finished (attempt 2, step 3 of 6)"
+    assert refusal(folder, "tiny").startswith(unfinished)
 
     edit_job(folder, conditions=[condition("Failed", "row 3 is empty")])
     done = chat(folder, "job.yaml")
-    assert done.returncode == 1
-    assert "the job tiny has failed: row 3 is empty" in done.stderr
-    assert "run it again: ftctl run job.yaml" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("the job tiny has failed: row 3 is empty\n")
+    assert "run it again: ftctl run job.yaml\n" in done.stderr
 
 
 class Terminal:
@@ -284,7 +296,7 @@ def test_ctrl_c_ends_a_response_and_ctrl_d_the_program(tmp_path: Path) -> None:
     with on_terminal(tmp_path, "endless", "--max-new-tokens", "90000") as terminal:
         first = terminal.read_until("> ")
         terminal.type("Who?\n")
-        terminal.read_until("abc", since=first)
+        terminal.read_until("\ufffd\\[2Jabc de fg\ufffdh", since=first)
         terminal.type("\x03")
         stopped = terminal.read_until(r"\(stopped\)", since=first)
         prompt = terminal.read_until("> ", since=stopped)
@@ -297,38 +309,88 @@ def test_ctrl_c_ends_a_response_and_ctrl_d_the_program(tmp_path: Path) -> None:
         terminal.type("\x04")
         assert terminal.wait() == 0
 
-    opening, response = terminal.output[:first], terminal.output[first:stopped]
-    assert opening.startswith("loading endless\r\n")
+    assert terminal.output.startswith("loading endless\r\n")
     assert "Traceback" not in terminal.output
     assert "\x1b[2J" not in terminal.output, "the model's escape sequence"
-    assert "\ufffd[2Jabc de fg\ufffdh" in response
 
 
-def test_the_end_of_the_models_process_is_explained(tmp_path: Path) -> None:
-    scripted_model(tmp_path / "endless", "abc de", is_endless=True)
+@pytest.mark.parametrize(
+    ("is_killed", "code", "message"),
+    [
+        pytest.param(True, 1, "was killed, most likely because memory is full", id="killed"),
+        pytest.param(False, 130, "", id="Ctrl-C"),
+    ],
+)
+def test_an_end_while_the_models_are_loaded(
+    tmp_path: Path, is_killed: bool, code: int, message: str
+) -> None:
+    scripted_model(tmp_path / "model", "abc")
 
-    with on_terminal(tmp_path, "endless") as terminal:
-        terminal.read_until("> ")
-        [models] = psutil.Process(terminal.process.pid).children()
-        models.kill()  # as the kernel does when memory is full
-        assert terminal.wait() == 1
-    assert "was killed, most likely because memory is full" in terminal.output
+    with on_terminal(tmp_path, "model") as terminal:
+        terminal.read_until("only the trained model responds")
+        wait_until(lambda: bool(psutil.Process(terminal.process.pid).children()))
+        if is_killed:  # as the kernel does when memory is full
+            psutil.Process(terminal.process.pid).children()[0].kill()
+        else:
+            terminal.type("\x03")
+        assert terminal.wait() == code
+    assert message in terminal.output
+    assert "Traceback" not in terminal.output
 
 
 def test_a_reader_that_leaves_ends_the_program_quietly(tmp_path: Path) -> None:
     scripted_model(tmp_path / "endless", "abc de", is_endless=True)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*FTCTL, "chat", "endless", "--prompt", "Who?", "--max-new-tokens", "90000"],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "question: Who?\n"
-    process.stdout.close()
-    lines = process.stderr.read().splitlines()
-    assert process.wait(60) == 141
-    assert lines[1:] == ["loading endless"], "after the note that the base is not recorded"
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "question: Who?\n"
+        process.stdout.close()
+        lines = process.stderr.read().splitlines()
+    assert process.returncode == 141
+    assert lines == [
+        "loading endless",
+        "the folder does not record its base model, so only the trained model responds",
+    ]
+
+
+def test_the_model_of_a_cluster_is_refused_with_the_commands_that_copy_it(
+    api: Api, tmp_path: Path
+) -> None:
+    with api.namespace("chat") as namespace:
+        backend = {"type": "aks", "aks": {"profile": "none"}}
+        checkpoint, output = "pvc://c/x", "pvc://models/a b"
+        api.apply(namespace, backend=backend, checkpoint__uri=checkpoint, output__uri=output)
+        words = (*FTCTL, "chat", "tiny", "-n", namespace)
+        variables = {**environment(), "KUBECONFIG": str(api.kubeconfig)}
+
+        def refused() -> str:
+            done = subprocess.run(
+                words, cwd=tmp_path, env=variables, capture_output=True, text=True
+            )
+            assert (done.returncode, done.stdout) == (1, "")
+            return done.stderr
+
+        assert refused().startswith(f"the job {namespace}/tiny is not finished (Pending); only")
+        complete = {**condition("Complete", ""), "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        status = {"conditions": [complete], "artifacts": ["pvc://models/a b/adapter"]}
+        patch = {"status": status}
+        client = api.client
+        api.run(client.patch(FINE_TUNE_JOBS, "tiny", namespace, patch, subresource="status"))
+        where, _, create, wait, copy, delete, again = refused().splitlines()
+
+    assert "pvc://models/a b/adapter, on the claim models" in where
+    kubectl = ["kubectl", "-n", namespace]
+    assert shlex.split(copy) == [*kubectl, "cp", "ftctl-chat:/claim/a b/adapter", "tiny"]
+    assert shlex.split(again) == ["ftctl", "chat", "tiny"]
+    echo, pod, *rest = shlex.split(create)
+    assert (echo, rest) == ("echo", ["|", *kubectl, "create", "-f", "-"])
+    assert shlex.split(wait)[:4] == [*kubectl, "wait"]
+    assert shlex.split(delete)[:4] == [*kubectl, "delete"]
+    assert [faults(json.loads(pod), minor) for minor in minors("1.30")[-1:]] == [[]]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from finetune_trainer.chat.models import Models, Voice
@@ -19,7 +20,7 @@ from finetune_trainer.generation import decode, encode, generate
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, Cache, PreTrainedTokenizerBase
 
 
 class _StoppedError(Exception):
@@ -63,6 +64,38 @@ class Stream:
             self._written = len(text)
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """The state of a conversation with one model.
+
+    Attributes:
+        turns: All turns.
+        cache: Keys and values of the last prompt and response; None after a stopped response.
+        tokens: Tokens of that prompt and response.
+    """
+
+    turns: list[Message] = field(default_factory=list)
+    cache: "Cache | None" = None
+    tokens: list[int] = field(default_factory=list)
+
+    def cache_for(self, prompt: list[int]) -> "Cache | None":
+        """Return the cache cut to the tokens that the next prompt starts with.
+
+        Without it, the time to the first token grows with the conversation. Sliding windows and
+        recurrent states cannot be cut.
+        """
+        from transformers.cache_utils import DynamicLayer
+
+        if self.cache is None or {type(layer) for layer in self.cache.layers} != {DynamicLayer}:
+            return None
+        length = self.cache.get_seq_length()
+        pairs = zip(self.tokens[:length], prompt[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if shared < length:
+            self.cache.crop(shared - length)
+        return self.cache if shared else None
+
+
 @dataclass
 class Conversation:
     """The histories of all models, and the settings of the generation.
@@ -82,7 +115,7 @@ class Conversation:
     max_new_tokens: int
     temperature: float = 0.0
     system: str | None = None
-    _histories: dict[str, list[Message]] = field(default_factory=dict)
+    _memories: dict[str, "_Memory"] = field(default_factory=dict)
 
     def check_system(self) -> None:
         """Refuse a system turn that would have no effect.
@@ -117,14 +150,16 @@ class Conversation:
 
     def _respond(self, voice: Voice, question: str) -> None:
         tokenizer = self.models.tokenizer
-        history = self._histories.get(voice.name, []) if tokenizer.chat_template else []
+        memory = self._memories.get(voice.name, _Memory())
+        history = memory.turns if tokenizer.chat_template else []
         turns, inputs, room = self._fit(voice, [*history, _turn("user", question)])
+        prompt: list[int] = inputs["input_ids"][0].tolist()
         self.screen.begin(voice.name)
         stream = Stream(tokenizer, self.screen.text, self.is_stopped)
-        limit, remark = min(self.max_new_tokens, room), ""
+        limit, remark, cache = min(self.max_new_tokens, room), "", None
         try:
             with voice.active():
-                generate(
+                generated = generate(
                     voice.model,
                     tokenizer,
                     inputs,
@@ -132,7 +167,9 @@ class Conversation:
                     max_new_tokens=limit,
                     temperature=self.temperature,
                     streamer=stream,
+                    cache=memory.cache_for(prompt),
                 )
+            cache = generated.cache
             if len(stream.tokens) == limit and stream.tokens[-1] not in voice.ends:
                 option = "--max-new-tokens sets the limit" if limit < room else "the model's limit"
                 remark = f"cut after {limit} tokens; {option}"
@@ -150,7 +187,8 @@ class Conversation:
         if not response:
             self.screen.text("-")
         self.screen.end(remark)
-        self._histories[voice.name] = [*turns, _turn("assistant", response)]
+        turns = [*turns, _turn("assistant", response)]
+        self._memories[voice.name] = _Memory(turns, cache, [*prompt, *stream.tokens])
 
     def _fit(
         self, voice: Voice, turns: list[Message]

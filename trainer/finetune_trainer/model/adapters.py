@@ -207,9 +207,11 @@ def load_adapter(model: "PreTrainedModel", folder: Path) -> "PeftModel":
     with explained(f"the adapter in {folder}", lambda: advice):
         if not (folder / ADAPTER_FILE).is_file():
             raise ConfigError(f"{folder} has no {ADAPTER_FILE}, and other formats are not read")
+        kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
+        if kind != "LORA":
+            raise ConfigError(f"{folder} holds an adapter of type {kind}; only LORA is loaded")
         lora = LoraConfig.from_pretrained(str(folder))
-        if lora.peft_type != "LORA":
-            raise ConfigError(f"{folder} holds an adapter of type {lora.peft_type}, not LORA")
+        lora.base_model_name_or_path = model.name_or_path  # peft warns of another name
         adapted = adapt(model, lora)
         found = load_peft_weights(str(folder), device="cpu")
         wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
