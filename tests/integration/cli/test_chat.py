@@ -1,4 +1,4 @@
-"""`ftctl chat` with tiny models, as a user calls it: in pipes and on a terminal."""
+"""`ftctl chat` with tiny models: in pipes, on a terminal, and with arguments that it refuses."""
 
 import fcntl
 import json
@@ -263,7 +263,7 @@ class Terminal:
     def _read(self) -> bytes:
         try:
             return os.read(self._control, 65_536)
-        except OSError:  # no process has the terminal open any more
+        except OSError:  # no process has the terminal open any longer
             return b""
 
 

@@ -13,9 +13,9 @@ SCRIPTED_TEMPLATE = (
 
 
 def scripted_model(folder: Path, text: str, *, is_endless: bool = False) -> Path:
-    """Save a Llama that generates `text` and ends, or repeats it for ever.
+    """Save a Llama that generates `text` and ends, or repeats it without end.
 
-    The layers add nothing, so the next token depends on the last one alone. The embedding of token
+    The layers add zero, so the next token depends on the last one alone. The embedding of token
     K of the script is a unit vector, which the head maps to token K + 1; every other token has the
     first vector.
     """

@@ -88,11 +88,15 @@ def test_end_tokens_that_only_the_config_names_remain(chat: Path, tmp_path: Path
     assert generation["eos_token_id"] == [END, START, STOP]
 
 
-def test_an_adapter_has_the_stop_in_its_tokenizer_and_its_card(chat: Path, tmp_path: Path) -> None:
+def test_an_adapter_has_the_stop_in_its_tokenizer_its_card_and_its_settings(
+    chat: Path, tmp_path: Path
+) -> None:
     base = base_of(chat, tmp_path / "base", END)
     folder, config, warnings = run_export(base, tmp_path, (STOP,), "adapter")
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": str(folder)}))
     assert tokenizer.eos_token_id == STOP
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [END, STOP]}
     [note] = warnings
     assert note.startswith("responses end with `<|im_end|>`, at which the base model does not stop")
     assert f"Note: {note}." in (folder / "README.md").read_text()

@@ -22,7 +22,7 @@ from finetune_trainer.refusals import Refusals
 from support.checkpoint.export_fixtures import PROGRESS, export_config, output_fence, trained_model
 from support.data.text_fixtures import CHATML_TEMPLATE, VOCAB_SIZE, tiny_model
 
-ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors"}
 BESIDE = {"README.md", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
 RECORD = {"finetune-export.json"}
