@@ -99,6 +99,17 @@ def test_what_lacks_a_package_names_the_extra(
     assert done.returncode == 1
 
 
+def test_a_model_cannot_respond_without_the_trainer(plain: PlainInstall, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    done = plain.ftctl("chat", "model", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "ftctl chat needs the package torch, which is not installed; "
+        'pip install "finetune-operator[trainer]"'
+    )
+
+
 @pytest.mark.parametrize("command", ["run", "preview"])
 def test_this_machine_does_not_begin_what_it_cannot_train(
     plain: PlainInstall, tmp_path: Path, command: str

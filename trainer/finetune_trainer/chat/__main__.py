@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune_trainer.chat.hub import folder_of
 from finetune_trainer.chat.screen import OutputClosedError, Screen, note
 from finetune_trainer.chat.settings import RunSettings
 from finetune_trainer.config import ChatConfig, ModelConfig
@@ -100,7 +101,8 @@ def _sentence(error: Exception) -> str:
 def _converse(config: ChatConfig) -> int:
     run = RunSettings.of_export(Path(config.trained))
     model = config.base or ModelConfig(path=config.trained)
-    hide_unused(run.of("base").train_config(model, "fp32"))
+    known = ModelConfig(path=str(folder_of(model) or model.path))
+    hide_unused(run.of("base").train_config(known, "fp32"))
 
     from finetune_trainer.chat.conversation import Conversation
     from finetune_trainer.chat.models import load

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune_trainer.chat.hub import folder_of
 from finetune_trainer.chat.placement import (
     Place,
     Weights,
@@ -27,7 +28,7 @@ from finetune_trainer.export.end_tokens import own_end_ids, with_stops
 from finetune_trainer.export.settings import GENERATION_CONFIG
 from finetune_trainer.model.adapters import ADAPTER_CONFIG, load_adapter
 from finetune_trainer.model.identity import weight_files
-from finetune_trainer.model.load import add_rows, load_model, load_tokenizer
+from finetune_trainer.model.load import add_rows, explained, load_model, load_tokenizer
 from finetune_trainer.model.loss import base_of
 from finetune_trainer.refusals import Refusals
 
@@ -90,7 +91,7 @@ def load(config: ChatConfig, run: RunSettings) -> Models:
     stops = _stops_of(folder, tokenizer)
     if "base" in loaded:
         _add_token_rows(loaded["base"], tokenizer, run, folder)
-    if not is_adapter:
+    if not is_adapter or names == ["base"]:
         voices = [_voice(name, loaded[name], stops, nullcontext) for name in names]
     else:
         adapted = load_adapter(loaded["base"], folder)
@@ -100,20 +101,13 @@ def load(config: ChatConfig, run: RunSettings) -> Models:
 
 
 def local_copy(model: ModelConfig) -> ModelConfig:
-    """Return the folder of a hub model in the hub's cache, if it is complete.
-
-    Then no request is sent to the hub, which would fail slowly without a network.
-    """
-    path = Path(model.path)
-    if path.is_absolute() or path.is_dir():
-        return model
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.path, "config.json", revision=model.revision or "main")
-    if isinstance(found, str):
-        cached = ModelConfig(path=str(Path(found).parent))
-        files = weight_files(cached)
-        if files and all(file.is_file() for file in files):
+    """Return the folder of a hub model in the hub's cache, if all of its weights are there."""
+    folder = folder_of(model)
+    if folder is not None:
+        cached = ModelConfig(path=str(folder))
+        with explained(f"the weights of {folder}"):
+            files = weight_files(cached)
+        if str(folder) == model.path or (files and all(file.is_file() for file in files)):
             return cached
     note(f"{model.path} is not in the hub's cache; downloading it")
     return model
@@ -127,7 +121,8 @@ def _place(needed: Mapping[str, ModelConfig], run: RunSettings) -> Place:
         if Path(model.path).is_dir()
     ]
     gpu = free_gpu_memory()
-    place = choose_place(weights, run.precision, gpu_bytes=gpu, host_bytes=free_memory())
+    with explained("the header of the weights"):
+        place = choose_place(weights, run.precision, gpu_bytes=gpu, host_bytes=free_memory())
     if place.device == "cpu" and gpu is not None:
         note("the weights do not fit into the GPU's memory, so the CPU computes")
     if place.precision != (run.precision or ("bf16" if place.device == "cuda" else "fp32")):
