@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.aks.volumes import CLAIM, claim_path
 from finetune_operator.backends.azureml.names import BACKEND as AZUREML
 from finetune_operator.backends.azureml.places import OUTPUT
+from finetune_operator.backends.kubernetes.volumes import CLAIM, claim_path
 from finetune_operator.cli.top_cluster import get_job
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.cache import Key

@@ -42,11 +42,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
 
 
-def chat(folder: Path, *words: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+def chat(
+    folder: Path, *words: str, stdin: str = "", **variables: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*FTCTL, "chat", *words],
         cwd=folder,
-        env=environment(),
+        env=environment() | variables,
         input=stdin,
         capture_output=True,
         text=True,
@@ -115,14 +117,33 @@ def test_greedy_responses_equal_the_samples_of_the_run(finished: tuple[Path, str
     assert {*remarks} <= {f"cut after {SAMPLE_TOKENS} tokens; --max-new-tokens sets the limit"}
 
 
-def test_a_copied_folder_reads_questions_from_a_pipe(
+def test_a_copied_folder_takes_its_base_from_the_hubs_cache_and_questions_from_a_pipe(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, _ = finished
     copy = shutil.copytree(folder / "runs/default/tiny/output/adapter", tmp_path / "copy")
-    words = ("--only", "trained", "--temperature", "0.7", "--max-new-tokens", "8")
+    settings = json.loads((copy / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = "org/tiny"
+    (copy / "adapter_config.json").write_text(json.dumps(settings))
+    home = tmp_path / "hub home"
 
-    done = chat(tmp_path, str(copy), *words, stdin="Who?\n\n  Where?  \n")
+    def ask(stdin: str) -> "subprocess.CompletedProcess[str]":
+        words = ("--only", "trained", "--temperature", "0.7", "--max-new-tokens", "8")
+        return chat(tmp_path, str(copy), *words, stdin=stdin, HF_HOME=str(home))
+
+    done = ask("")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[1] == (
+        "the base model org/tiny is neither a folder nor complete in the hub's cache, and "
+        "HF_HUB_OFFLINE is set; unset it"
+    )
+
+    cached, commit = home / "hub" / "models--org--tiny", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots" / commit).symlink_to(folder / "model")
+    done = ask("Who?\n\n  Where?  \n")
 
     assert done.returncode == 0, done.stderr
     labels = [
@@ -364,7 +385,7 @@ def test_the_model_of_a_cluster_is_refused_with_the_commands_that_copy_it(
     api: Api, tmp_path: Path
 ) -> None:
     with api.namespace("chat") as namespace:
-        backend = {"type": "aks", "aks": {"profile": "none"}}
+        backend = {"type": "kubernetes", "kubernetes": {"profile": "none"}}
         checkpoint, output = "pvc://c/x", "pvc://models/a b"
         api.apply(namespace, backend=backend, checkpoint__uri=checkpoint, output__uri=output)
         words = (*FTCTL, "chat", "tiny", "-n", namespace)

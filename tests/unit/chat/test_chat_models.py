@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from finetune_trainer.answers import answer
 from finetune_trainer.chat.conversation import Conversation
-from finetune_trainer.chat.models import load, local_copy
+from finetune_trainer.chat.models import load
 from finetune_trainer.chat.screen import Screen
 from finetune_trainer.chat.settings import RunSettings
 from finetune_trainer.config import ChatConfig, LoraSettings, MethodConfig, ModelConfig
@@ -156,22 +155,3 @@ def test_an_adapter_that_does_not_belong_to_the_base_is_refused(
         path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
     with pytest.raises(ConfigError, match=message):
         responses(folder, config.model)
-
-
-def test_a_base_in_the_cache_of_the_hub_needs_no_network(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    repository, commit = tmp_path / "models--org--tiny", "0" * 40
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    snapshot = repository / "snapshots" / commit
-    shutil.copytree(base, snapshot)
-    named = ModelConfig(path="org/tiny")
-    assert local_copy(named) == ModelConfig(path=str(snapshot))
-
-    (snapshot / "model.safetensors").unlink()
-    assert local_copy(named) == named
-    assert "org/tiny is not in the hub's cache" in capsys.readouterr().err

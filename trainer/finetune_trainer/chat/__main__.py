@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune_trainer.chat.hub import folder_of
+from finetune_trainer.chat.hub import local_copy
 from finetune_trainer.chat.screen import OutputClosedError, Screen, note
 from finetune_trainer.chat.settings import RunSettings
 from finetune_trainer.config import ChatConfig, ModelConfig
@@ -100,9 +100,10 @@ def _sentence(error: Exception) -> str:
 
 def _converse(config: ChatConfig) -> int:
     run = RunSettings.of_export(Path(config.trained))
+    if config.base is not None:
+        config = config.model_copy(update={"base": local_copy(config.base)})
     model = config.base or ModelConfig(path=config.trained)
-    known = ModelConfig(path=str(folder_of(model) or model.path))
-    hide_unused(run.of("base").train_config(known, "fp32"))
+    hide_unused(run.of("base").train_config(model, "fp32"))
 
     from finetune_trainer.chat.conversation import Conversation
     from finetune_trainer.chat.models import load

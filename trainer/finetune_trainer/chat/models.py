@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune_trainer.chat.hub import folder_of
 from finetune_trainer.chat.placement import (
     Place,
     Weights,
@@ -27,9 +26,9 @@ from finetune_trainer.config import ChatConfig, ModelConfig
 from finetune_trainer.export.end_tokens import own_end_ids, with_stops
 from finetune_trainer.export.settings import GENERATION_CONFIG
 from finetune_trainer.model.adapters import ADAPTER_CONFIG, load_adapter
-from finetune_trainer.model.identity import weight_files
 from finetune_trainer.model.load import add_rows, explained, load_model, load_tokenizer
 from finetune_trainer.model.loss import base_of
+from finetune_trainer.model.weight_files import weight_files_in
 from finetune_trainer.refusals import Refusals
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def load(config: ChatConfig, run: RunSettings) -> Models:
     names = [config.only] if config.only else ["base", "trained"]
     needed: dict[str, ModelConfig] = {}
     if config.base is not None and (is_adapter or "base" in names):
-        needed["base"] = local_copy(config.base)
+        needed["base"] = config.base
     if not is_adapter and "trained" in names:
         needed["trained"] = ModelConfig(path=str(folder))
     names = [name for name in names if is_adapter or name in needed]
@@ -100,28 +99,14 @@ def load(config: ChatConfig, run: RunSettings) -> Models:
     return Models(voices, tokenizer, stops)
 
 
-def local_copy(model: ModelConfig) -> ModelConfig:
-    """Return the folder of a hub model in the hub's cache, if all of its weights are there."""
-    folder = folder_of(model)
-    if folder is not None:
-        cached = ModelConfig(path=str(folder))
-        with explained(f"the weights of {folder}"):
-            files = weight_files(cached)
-        if str(folder) == model.path or (files and all(file.is_file() for file in files)):
-            return cached
-    note(f"{model.path} is not in the hub's cache; downloading it")
-    return model
-
-
 def _place(needed: Mapping[str, ModelConfig], run: RunSettings) -> Place:
     """Choose the place of the models that are on this machine; note a lower precision."""
-    weights = [
-        Weights(weight_files(model), run.of(name).method.quantization)
-        for name, model in needed.items()
-        if Path(model.path).is_dir()
-    ]
     gpu = free_gpu_memory()
     with explained("the header of the weights"):
+        weights = [
+            Weights(weight_files_in(Path(model.path)), run.of(name).method.quantization)
+            for name, model in needed.items()
+        ]
         place = choose_place(weights, run.precision, gpu_bytes=gpu, host_bytes=free_memory())
     if place.device == "cpu" and gpu is not None:
         note("the weights do not fit into the GPU's memory, so the CPU computes")

@@ -1,9 +1,10 @@
 """Contract between operator and trainer: configuration in, progress and termination out.
 
 The operator writes `TrainConfig` as one JSON file, or packs it into one environment variable, and
-reads `Progress` and `Termination`; on Azure ML both sides also use the tags of the run. `ftctl chat`
-writes `ChatConfig`. There is no other exchange. This package imports only pydantic, so the operator
-never imports torch. Keys are camelCase in JSON and snake_case in Python; unknown keys are refused.
+reads `Progress` and `Termination`; on Azure ML both sides also use the tags of the run. `ftctl
+chat` writes `ChatConfig`. There is no other exchange. This package imports only pydantic, so the
+operator never imports torch. Keys are camelCase in JSON and snake_case in Python; unknown keys are
+refused.
 """
 
 from finetune_trainer.config.chat import ChatConfig as ChatConfig

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.model.load import explained
+from finetune_trainer.model.weight_files import weight_files_in
 from finetune_trainer.world import World, gather_objects
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -65,7 +66,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
         return _PINNED + revision if _COMMIT.fullmatch(revision) else ""
     digest = hashlib.sha256()
     with explained(f"spec.model.source: the weights of {folder}"):
-        samples = (sample for file in _weight_files(folder) for sample in _samples(file))
+        samples = (sample for file in weight_files_in(folder) for sample in _samples(file))
         for description, content in sorted(samples):
             digest.update(description.encode() + b"\0" + content)
     return digest.hexdigest()
@@ -116,7 +117,7 @@ def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
 
 def weight_files(config: ModelConfig) -> list[Path]:
     """Return the weight files of a model that has been loaded, also from the hub's cache."""
-    return _weight_files(model_folder(config))
+    return weight_files_in(model_folder(config))
 
 
 def model_folder(config: ModelConfig) -> Path:
@@ -127,17 +128,6 @@ def model_folder(config: ModelConfig) -> Path:
     if folder.is_dir() or folder.is_absolute():  # an absolute path is no name on the hub
         return folder
     return Path(cached_file(config.path, "config.json", revision=config.revision or "main")).parent
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that transformers would load."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
