@@ -114,23 +114,35 @@ class Upkeep:
                 f"the record of Job {name} about its Service, EndpointSlice and "
                 "NetworkPolicy was changed, so these are not restored when deleted or changed"
             )
-        if mine.good != _state(children, name, address):
+        if mine.good != (state := _state(children, name, address)):
+            is_good = True
             for resource, child in kept.wanted(batch_job, name, address).items():
                 about = mine.children.setdefault(resource, _Child())
-                await _check(children, resource, child, about)
-            is_owed = any(one.is_owed for one in mine.children.values())
-            mine.good = None if is_owed else _state(children, name, address)
+                is_good &= await _check(children, resource, child, about)
+            # While a restore waits for its response, a child that was checked may be deleted.
+            mine.good = state if is_good else None
         return _report(name, mine.children)
 
 
 def _state(children: Children, name: AttemptName, address: str) -> _State:
-    """Return rank 0's address and the versions, which show whether a child was changed."""
-    found = (children.kept(resource, name) for resource in kept.KINDS)
-    return (address, *(one["metadata"]["resourceVersion"] if one else "" for one in found))
+    """Return rank 0's address and the versions, which show whether a child was changed.
+
+    The version is `absent` for a deleted child, and `unknown` before its kind was listed.
+    """
+    versions = []
+    for resource in kept.KINDS:
+        found, is_known = children.kept(resource, name), children.cluster.cache(resource).is_synced
+        version = found["metadata"]["resourceVersion"] if found else "absent"
+        versions.append(version if is_known else "unknown")
+    return (address, *versions)
 
 
-async def _check(children: Children, resource: Resource, child: Object, about: _Child) -> None:
-    """Restore a child if it has changed and a restore is due."""
+async def _check(children: Children, resource: Resource, child: Object, about: _Child) -> bool:
+    """Restore a child if it has changed and a restore is due.
+
+    Returns:
+        Whether the child neither had to be restored nor is still to be restored.
+    """
     name, namespace = child["metadata"]["name"], child["metadata"]["namespace"]
     cache = children.cluster.cache(resource)
     there = cache.get(Key(namespace, name))
@@ -139,27 +151,27 @@ async def _check(children: Children, resource: Resource, child: Object, about: _
     if now > about.over:
         about.times = 0
     if not about.is_owed or now < about.due:
-        return
+        return not about.is_owed
     try:
         what = await _restore(children, resource, child)
     except (ApiError, BackendError) as error:
         about.times, about.last, about.error = about.times + 1, now, str(error)
         extra = {"child": f"{resource} {namespace}/{name}", "error": str(error)}
         log.warning("child not restored", extra=extra)
-        return
+        return False
     about.is_owed, about.error = False, ""
     if what:
         about.times, about.last = about.times + 1, now
         extra = {"child": f"{resource} {namespace}/{name}", "was": what, "times": str(about.times)}
         log.warning("child restored", extra=extra)
+    return not what
 
 
 async def _restore(children: Children, resource: Resource, child: Object) -> str:
     """Restore a child; return `deleted` or `changed`, or an empty string for an unchanged child.
 
     The child is read first, and so is its job, because caches may be late, and the garbage
-    collector
-    deletes the children of a deleted job.
+    collector deletes the children of a deleted job.
     """
     client, metadata = children.cluster.client, child["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]

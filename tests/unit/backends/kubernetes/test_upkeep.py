@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from finetune_operator.backends.kubernetes.child_names import CHILDREN_ANNOTATION
 from finetune_operator.kube.api_errors import ForbiddenError
+from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     EVENTS,
@@ -20,6 +22,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from support.kernel.kernel_world import KEY
 from support.kernel.virtual_time import run
 from support.kubernetes.kubernetes_world import KubernetesWorld
 
@@ -122,6 +125,56 @@ def test_what_was_deleted_or_changed_is_as_it_was(change: Change, write: str) ->
         await world.settle()
         assert contents(world) == before
         assert writes == [write]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(one, id=" ".join(kind.kind for kind in one)) for one in permutations(KEPT)],
+)
+def test_children_deleted_while_another_is_restored_are_restored(
+    order: tuple[Resource, ...],
+) -> None:
+    async def work() -> None:
+        world = await living()
+        before, left = contents(world), list(order)
+
+        def delete_next(verb: str, resource: Resource, name: str) -> None:
+            is_restore = verb == "create" and resource in KEPT
+            if left and (is_restore or len(left) == len(KEPT)):
+                forgotten(world, left.pop(0))
+
+        world.api.before = delete_next
+        await world.api.list(EVENTS)  # any request: the first child is deleted
+        await world.settle()
+        assert left == []
+        assert contents(world) == before
+
+    run(work())
+
+
+def forgotten(world: KubernetesWorld, resource: Resource) -> None:
+    """Delete a child; the watch reports it before the next response."""
+    world.api.remove(resource, CHILD, "ns")
+    cached = world.cache(resource).get(Key("ns", CHILD))
+    assert cached is not None
+    world.cache(resource).remove(cached)
+
+
+@pytest.mark.parametrize("resource", [NETWORK_POLICIES, SERVICES], ids=lambda one: one.kind)
+def test_a_child_of_a_kind_that_is_listed_late_is_restored(resource: Resource) -> None:
+    async def work() -> None:
+        world = await living()
+        before = contents(world)
+        await world.api.delete(resource, CHILD, "ns")
+        world.start_process()
+        await world.catch_up()
+        world.caches[resource] = ObjectCache(resource)  # its list was refused
+        await world.reconciler.reconcile(KEY)
+        assert contents(world) != before
+        await world.settle()
+        assert contents(world) == before
 
     run(work())
 
