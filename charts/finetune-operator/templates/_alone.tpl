@@ -1,8 +1,8 @@
 {{/*
 No namespace that another release serves, as two operators undo each other's work: see _checks.tpl. They
 are seen by the ClusterRoles that are bound to their accounts: one that may change jobs is of an operator
-that serves every namespace; of any other a Role is in each namespace that it serves. `helm template` sees
-none.
+that serves every namespace; of any other a Role is in each namespace that it serves. An upgrade may rename
+those of this release (nameOverride), so its annotations count before the name. `helm template` sees none.
 */}}
 {{- define "finetune-operator.check.alone" -}}
 {{- if .Values.rbac.create -}}
@@ -12,7 +12,8 @@ none.
 {{- $annotations := .metadata.annotations | default dict -}}
 {{- $release := get $annotations "meta.helm.sh/release-name" -}}
 {{- $namespace := get $annotations "meta.helm.sh/release-namespace" -}}
-{{- $isOurs := eq .metadata.name (include "finetune-operator.clusterName" $root) -}}
+{{- $isNamedOurs := eq .metadata.name (include "finetune-operator.clusterName" $root) -}}
+{{- $isOurs := $release | empty | ternary $isNamedOurs (and (eq $release $root.Release.Name) (eq $namespace $root.Release.Namespace)) -}}
 {{- $account := first (.subjects | default (list dict)) -}}
 {{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "finetune-operator") (eq (get $account "kind") "ServiceAccount") -}}
 {{- if and $isOperator (not $isOurs) -}}

@@ -32,9 +32,12 @@ image.repository is {{ .repository }}, which holds a tag; write --set image.repo
 {{- else if not (regexMatch (printf `^(%s/)?%s(/%s)*$` $host $path $path) .repository) }}
 image.repository is {{ .repository }}, which is no name of an image (lower case, no spaces); write --set image.repository=registry.example.com/finetune-operator
 {{- end }}
-{{- if and .tag (not (regexMatch `^[A-Za-z0-9_][-A-Za-z0-9_.]{0,127}$` .tag)) }}
-image.tag is {{ .tag }}, which is no tag; write --set image.tag={{ $.Chart.AppVersion }}
-{{- else if and (eq .tag "latest") (not .digest) }}
+{{- $tag := include "finetune-operator.tag" $ -}}
+{{- if and (kindIs "float64" .tag) (or (ne (float64 (int64 .tag)) .tag) (gt .tag 9007199254740991.0)) }}
+image.tag is the number {{ .tag }}, and YAML reads other tags as this number, too (1.10 is 1.1); put the tag in quotes, or write --set-string image.tag=TAG
+{{- else if and $tag (not (regexMatch `^[A-Za-z0-9_][-A-Za-z0-9_.]{0,127}$` $tag)) }}
+image.tag is {{ $tag }}, which is no tag; write --set image.tag={{ $.Chart.AppVersion }}
+{{- else if and (eq $tag "latest") (not .digest) }}
 image.tag is latest, which is another image each time (AKS refuses it, too); name a version: --set image.tag={{ $.Chart.AppVersion }}
 {{- end }}
 {{- end -}}

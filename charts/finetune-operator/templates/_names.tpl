@@ -61,10 +61,18 @@ labelValueLengthLimit: 1023
 {{- end -}}
 {{- end -}}
 
+{{/* Tag of the image. A whole number in a file of values is a float64, which would print as 2.0e+07. */}}
+{{- define "finetune-operator.tag" -}}
+{{- $tag := .Values.image.tag -}}
+{{- if not (kindIs "invalid" $tag) -}}
+{{ kindIs "string" $tag | ternary $tag (int64 $tag) }}
+{{- end -}}
+{{- end -}}
+
 {{/* Of a container: what it runs from, which is the same for the operator and its test. */}}
 {{- define "finetune-operator.image" -}}
 {{- with .Values.image -}}
-{{- $tagged := printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) -}}
+{{- $tagged := printf "%s:%s" .repository (include "finetune-operator.tag" $ | default $.Chart.AppVersion) -}}
 image: {{ .digest | empty | ternary $tagged (printf "%s@%s" .repository .digest) | quote }}
 imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}

@@ -43,6 +43,7 @@ INSTALL = ROOT / "charts" / "kustomize" / "install.yaml"
 JOBS, PROFILES = "finetunejobs.finetune.dev", "finetuneprofiles.finetune.dev"
 _ADMISSION = "admissionregistration.k8s.io"
 _POLICIES = Resource(_ADMISSION, "v1", "validatingadmissionpolicies", "", False)
+_ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "", False)
 _BINDINGS = Resource(_ADMISSION, "v1", "validatingadmissionpolicybindings", "", False)
 
 
@@ -301,6 +302,26 @@ def test_two_releases_that_serve_one_namespace_are_refused(
     assert f"release ft of namespace one serves {both} already" in said
     assert said.rstrip().endswith("helm uninstall ft --namespace one")
     assert releases.put("one", crds=none, settings={"namespaces": first}, replicas=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "served"), [("nameOverride", []), ("fullnameOverride", ["team-a"])]
+)
+def test_an_upgrade_may_change_the_name_of_its_objects(
+    api: Api, releases: Releases, option: str, served: list[str]
+) -> None:
+    def put(namespace: str, **values: object) -> str:
+        none, settings = {"install": False}, {"namespaces": served}
+        return releases.put(namespace, crds=none, settings=settings, **values)
+
+    assert put("one") == ""
+    assert put("one", **{option: "tuner"}) == ""
+    bindings = [one["metadata"]["name"] for one in api.run(api.client.list(_ROLE_BINDINGS)).items]
+    ours = [name for name in bindings if name.startswith("one-")]
+    assert len(ours) == 1
+    assert ours[0].endswith("tuner")
+    assert "release ft of namespace one serves" in put("two", **{option: "other"})
+    assert put("one") == ""
 
 
 def test_two_releases_of_one_namespace_do_not_wait_for_one_lease(releases: Releases) -> None:

@@ -59,6 +59,20 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "image.tag is latest, which is another image each time (AKS refuses it, too); name a "
         f"version: --set image.tag={__version__}",
     ),
+    "a tag with a fraction": (
+        {"image": {"repository": "reg.test/x", "tag": 1.1}},
+        "image.tag is the number 1.1, and YAML reads other tags as this number, too (1.10 is "
+        "1.1); put the tag in quotes, or write --set-string image.tag=TAG",
+    ),
+    "a tag of more digits than a number has": (
+        {"image": {"repository": "reg.test/x", "tag": 12345678901234567890}},
+        "image.tag is the number 1.2345678901234567e+19, and YAML reads other tags as this "
+        "number, too (1.10 is 1.1); put the tag in quotes, or write --set-string image.tag=TAG",
+    ),
+    "a negative tag": (
+        {"image": {"repository": "reg.test/x", "tag": -3}},
+        f"image.tag is -3, which is no tag; write --set image.tag={__version__}",
+    ),
     "a tag that is none": (
         {"image": {"repository": "reg.test/x", "tag": "a b"}},
         f"image.tag is a b, which is no tag; write --set image.tag={__version__}",
@@ -302,10 +316,38 @@ def test_word_that_no_value_has_is_refused_by_the_schema(values: Json, words: st
     ["operator", "localhost/x", "reg.test:5000/x", "127.0.0.1:5000/a/b_c/d--e", "REG.test/x"],
 )
 def test_every_form_of_an_image_is_taken(repository: str) -> None:
-    (deployment,) = of_kind(rendered(image={"repository": repository, "tag": "v1"}), "Deployment")
+    image = {"repository": repository, "tag": "v1"}
 
+    assert image_of(rendered(image=image)) == f"{repository}:v1"
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        pytest.param("1", id="integer"),
+        pytest.param("20261126", id="date"),
+        pytest.param("0", id="zero"),
+        pytest.param("007", id="leading zeros"),
+        pytest.param("1.10", id="text with a point"),
+    ],
+)
+def test_tag_of_digits_is_taken_as_it_was_written(tag: str) -> None:
+    for text in ("--set", "--set-string"):
+        assert image_of(rendered(text, f"image.tag={tag}")) == f"registry.test/operator:{tag}"
+
+
+@pytest.mark.parametrize("tag", [1, 0, 20261126, 9007199254740991])
+def test_integer_in_a_file_of_values_is_taken_as_tag(tag: int) -> None:
+    image = {"repository": "reg.test/x", "tag": tag}
+
+    assert image_of(rendered(image=image)) == f"reg.test/x:{tag}"
+
+
+def image_of(objects: list[Json]) -> str:
+    """Return the image of the operator."""
+    (deployment,) = of_kind(objects, "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == f"{repository}:v1"
+    return str(container["image"])
 
 
 @pytest.mark.parametrize("memory", ["128Mi", "1e9", "0.5Gi", "134217728", 134217728, "1E", "2T"])
