@@ -20,7 +20,7 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "1f1abc858e01c143",
         "44fab74958eb6b11",
         "3d8dcc33e9bb9d9b",
-        "889c54c77e47ba38",
+        "ec83e5b69aca3f06",
     ),
     "finetuneprofiles.finetune.dev": (
         "362787d33b140532",

@@ -35,6 +35,8 @@ PASSING = frozenset({Reason.PROVISIONING, Reason.STARTING})
 _COMPARED_SEPARATELY = frozenset(
     {"attempts", "backend_ref", "conditions", "ledger", "nodes", "progress"}
 )
+_WITH_PROGRESS = {"digest": None, "last_step": None, "saved_step": None}
+"""Fields of an attempt that are written with the next other change."""
 # Most attempts train within this time of their opening, so one patch reports both.
 _NODES_SECONDS = 15.0
 # Longest delay of the Event AttemptCreated, and longest time without the digest in the status.
@@ -232,7 +234,7 @@ def _facts(status: FineTuneJobStatus, *, with_handle: bool) -> tuple[object, ...
     starts = status.phase in (JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RESTARTING)
     return (
         {name: value for name, value in status if name not in _COMPARED_SEPARATELY},
-        [{**dict(attempt), "digest": None} for attempt in status.attempts],
+        [{**dict(attempt), **_WITH_PROGRESS} for attempt in status.attempts],
         {name: value for name, value in status.nodes if name != "ready"},
         None if starts else status.progress,
         status.backend_ref if with_handle else None,

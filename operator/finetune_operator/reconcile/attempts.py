@@ -36,6 +36,9 @@ from finetune_operator.reconcile.conditions import (
 from finetune_operator.reconcile.failures import action_for
 from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Progress, Termination
 
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10, 300
+"""Waits after the second attempt in a row without progress, and at most."""
+
 KEPT = 10
 MESSAGE_LENGTH = 1024
 
@@ -170,7 +173,7 @@ def close(
     status: FineTuneJobStatus, termination: Termination, node: str, now: datetime
 ) -> FineTuneJobStatus:
     """Return the status with the open attempt ended by its termination."""
-    ref = status.backend_ref
+    ref, attempt, saved = status.backend_ref, status.attempts[-1], termination.checkpoint
     return change_current(
         status,
         url=ref.url or None if ref is not None else None,
@@ -178,7 +181,10 @@ def close(
         failure_class=termination.failure_class.value,
         message=termination.message[:MESSAGE_LENGTH],
         node=node or None,
+        rank=termination.rank,
         exit_code=termination.exit_code,
+        last_step=max(attempt.last_step or 0, termination.step) or attempt.last_step,
+        saved_step=saved.step if saved is not None else attempt.saved_step,
     )
 
 
@@ -211,25 +217,58 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
     return Budget(restarts.model_copy(update={"counted": restarts.counted + 1}))
 
 
+def idle_in_a_row(status: FineTuneJobStatus) -> int:
+    """Return how many of the latest attempts in a row made no progress.
+
+    An attempt progresses if it saves a checkpoint of a later step than the one it started from, or
+    trains further than the attempts before it. Attempts before the last resumption do not count.
+    """
+    idle, furthest, resumed = 0, 0, 0
+    since = active_since(status)
+    for attempt in status.attempts:
+        start, last = attempt.resumed_step or 0, attempt.last_step or 0
+        if start > resumed:  # an attempt before it has saved, even if no report of that was read
+            idle = 0
+        progresses = last > max(start, furthest) or (attempt.saved_step or 0) > start
+        counts = since is None or parse_rfc3339(attempt.start_time or rfc3339(since)) >= since
+        idle = idle + 1 if counts and not progresses else 0
+        furthest, resumed = max(furthest, last), max(resumed, start)
+    return idle
+
+
 def earliest_start(status: FineTuneJobStatus, policy: RestartPolicy) -> datetime | None:
     """Return when the next attempt may start; None if it may start now.
 
-    Counted restarts, and restarts after a failure of the service, wait: `baseSeconds` before the
-    first restart, twice as long before each further restart, at most `maxSeconds`.
+    After attempts without progress the next one waits, whatever their class or rule: 0 s after the
+    first, 10 s after the second, then twice as long each time, at most 300 s. The backoff of the
+    policy applies if it is longer.
     """
     last = status.attempts[-1] if status.attempts else None
     if last is None or last.end_time is None:
         return None
+    idle = idle_in_a_row(status)
+    wait = min(FIRST_WAIT_SECONDS * 2 ** (idle - 2), LONGEST_WAIT_SECONDS) if idle > 1 else 0
+    seconds = max(wait, _backoff_seconds(status, last, policy))
+    return parse_rfc3339(last.end_time) + timedelta(seconds=seconds) if seconds else None
+
+
+def _backoff_seconds(status: FineTuneJobStatus, last: AttemptStatus, policy: RestartPolicy) -> int:
+    """Return the wait by `restartPolicy.backoff`.
+
+    Counted restarts, and restarts after a failure of the service, wait: `baseSeconds` before the
+    first restart, twice as long before each further restart, at most `maxSeconds`.
+    """
     failure = FailureClass(last.failure_class or FailureClass.ERROR)
     action = action_for(policy, failure, last.exit_code if last.exit_code is not None else 1)
     restarts = status.restarts.counted if action is RestartAction.RESTART else 0
     if action is RestartAction.RESTART_FREE and failure is FailureClass.SERVICE_FAILED:
         restarts = status.restarts.disruptions
-    if not restarts or not policy.backoff.base_seconds:
-        return None
     doublings = min(restarts - 1, 32)
-    seconds = min(policy.backoff.base_seconds * 2**doublings, policy.backoff.max_seconds)
-    return parse_rfc3339(last.end_time) + timedelta(seconds=seconds)
+    return (
+        min(policy.backoff.base_seconds * 2**doublings, policy.backoff.max_seconds)
+        if restarts
+        else 0
+    )
 
 
 def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
@@ -279,7 +318,8 @@ def with_progress(
 ) -> FineTuneJobStatus:
     """Return the status with a report of rank 0 of the newest attempt.
 
-    The status is unchanged if the report has no new values.
+    The status is unchanged if the report has no new values. The steps of the attempt are recorded
+    from a report of that attempt alone.
 
     Args:
         status: The current status.
@@ -295,9 +335,14 @@ def with_progress(
     status = status.model_copy(
         update={"checkpoint": _ledger(status.checkpoint, report, checkpoints)}
     )
+    if report.attempt != status.attempt:
+        return status
+    own: dict[str, int] = {"last_step": report.step}
     if report.resumed_step is not None:
-        status = change_current(status, resumed_step=report.resumed_step)
-    return status
+        own["resumed_step"] = report.resumed_step
+    if report.checkpoint is not None:
+        own["saved_step"] = report.checkpoint.step
+    return change_current(status, **own)
 
 
 def _progress(report: Progress) -> ProgressStatus:

@@ -273,10 +273,20 @@ def set_condition(
     result = list(conditions)
     for index, old in enumerate(result):
         if old.type == new.type:
-            since = old.last_transition_time if old.status == new.status else None
-            result[index] = new.model_copy(update={"last_transition_time": since or rfc3339(now)})
+            since = _since(old, new.status, now)
+            result[index] = new.model_copy(update={"last_transition_time": since})
             return result
     return [*result, new.model_copy(update={"last_transition_time": rfc3339(now)})]
+
+
+def _since(old: Condition | None, status: str, now: datetime) -> str:
+    """Return since when a condition has this status; `now` for the CRD's default conditions.
+
+    The default conditions of version 0.1.0 had the epoch as their time.
+    """
+    if old is None or old.status != status or old.last_transition_time in (None, _EPOCH):
+        return rfc3339(now)
+    return old.last_transition_time
 
 
 def _content(condition: Condition) -> tuple[object, ...]:
@@ -285,6 +295,7 @@ def _content(condition: Condition) -> tuple[object, ...]:
 
 
 _WITH_MEANWHILE = frozenset({ConditionType.READY, ConditionType.RECONCILING})
+_EPOCH = "1970-01-01T00:00:00Z"
 _BEING_DELETED = frozenset({Stage.DELETING, Stage.DELETED})
 _ACTIVE = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
 
@@ -331,13 +342,12 @@ def describe(
         old, new_status = conditions.get(kind), str(value)
         if old is not None and _content(old) == (new_status, reason, message, generation):
             return
-        since = old.last_transition_time if old is not None and old.status == new_status else None
         conditions[kind] = Condition(
             type=kind,
             status=new_status,
             reason=reason,
             message=message,
-            last_transition_time=since or rfc3339(now),
+            last_transition_time=_since(old, new_status, now),
             observed_generation=generation,
         )
 

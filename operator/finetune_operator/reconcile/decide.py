@@ -245,10 +245,13 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     if limit and limit.at <= view.now and not was_suspended:
         return _fail(view, status, limit.reason, limit.message)
     start = attempts.earliest_start(status, view.spec.restart_policy)
-    if start is not None and start > view.now:
-        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, after the backoff"
+    if start is not None and start > view.now and not was_suspended:
+        idle = attempts.idle_in_a_row(status)
+        why = f"the last {idle} attempts made no progress" if idle > 1 else "the backoff applies"
+        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, because {why}"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
-        return view.conclude(status, situation, requeue=view.seconds_until(start))
+        wake = min(start, limit.at) if limit else start
+        return view.conclude(status, situation, requeue=view.seconds_until(wake))
     status = attempts.open_next(status, view.now)
     return view.conclude(status, starting(status.attempt), Submit(status.attempt))
 

@@ -232,7 +232,7 @@ def test_a_stored_job_that_loses_its_attempt_resumes_in_the_next(name: str, numb
         status, uids = world.stored[0]["status"], world.uids()
         await world.live(2)
         await world.end_attempt(number, 137)
-        await world.live(5)
+        await world.live(15)  # neither attempt of `running-again` has reported a step
         now = world.job["status"]
         # Batch Jobs of earlier attempts may be deleted.
         assert world.uids().items() >= {(f"{name}-{number}", uids[f"{name}-{number}"])}

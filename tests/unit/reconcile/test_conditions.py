@@ -39,6 +39,18 @@ def test_transition_time_changes_only_with_the_status() -> None:
     assert changed.last_transition_time == "2026-01-02T03:05:05Z"
 
 
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("time", [None, "1970-01-01T00:00:00Z"], ids=["now", "0.1.0"])
+def test_a_described_job_has_no_time_of_the_default_conditions(
+    stage: Stage, time: str | None
+) -> None:
+    first = [one.model_copy(update={"last_transition_time": time}) for one in FIRST_CONDITIONS]
+    told = describe(FineTuneJobStatus(conditions=first), Situation(stage, "Because", "x"), NOW, 1)
+    assert {one.last_transition_time for one in told.conditions} == {rfc3339(NOW)}
+    (again,) = set_condition(first[1:], first[1].model_copy(update={"message": "new"}), NOW)
+    assert again.last_transition_time == rfc3339(NOW)
+
+
 def test_a_condition_is_replaced_in_its_place() -> None:
     other = Condition(type="Other", status="True", reason="Because")
     conditions = set_condition([ready("False"), other], ready("True"), NOW)

@@ -47,14 +47,9 @@ class Condition(ApiModel):
 
 
 def _pending(type_: str, status: str) -> Condition:
-    """Return a condition with the epoch as its time, because a default has no current time."""
-    return Condition(
-        type=type_,
-        status=status,
-        reason="Pending",
-        message="waiting for the controller's first report",
-        last_transition_time="1970-01-01T00:00:00Z",
-    )
+    """Return a condition without a time, because a default cannot be the current time."""
+    message = "waiting for the controller's first report"
+    return Condition(type=type_, status=status, reason="Pending", message=message)
 
 
 FIRST_CONDITIONS = (_pending("Ready", "Unknown"), _pending("Reconciling", "True"))
@@ -162,10 +157,16 @@ class AttemptStatus(ApiModel):
     """Termination message of the attempt."""
     node: Annotated[str, Field(max_length=253)] | None = None
     """Node of the rank whose failure is the root cause."""
+    rank: int | None = None
+    """Number of that rank."""
     exit_code: int | None = None
     """Exit code of the main process of the attempt."""
     resumed_step: int | None = None
     """Step of the checkpoint that the attempt started from."""
+    last_step: int | None = None
+    """Last optimizer step that the attempt reported."""
+    saved_step: int | None = None
+    """Step of the last checkpoint that the attempt reported as saved."""
     disruptions: int | None = None
     """Number of times the service has moved the attempt."""
     url: Uri | None = None

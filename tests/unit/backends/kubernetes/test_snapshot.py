@@ -109,6 +109,8 @@ def test_the_digest_of_a_snapshot_costs_no_write() -> None:
         await world.end_pods(2, 0, 1, code=137)
         await world.conclude(2, "Failed")
         await world.settle()
+        world.now += timedelta(seconds=10)
+        await world.settle()
         digests = [one.get("digest") for one in world.job["status"]["attempts"]]
         assert digests == [
             first["digest"],
