@@ -218,7 +218,7 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
 
 
 def idle_in_a_row(status: FineTuneJobStatus) -> int:
-    """Return how many of the latest attempts in a row made no progress.
+    """Return how many of the latest attempts in a row had no progress.
 
     An attempt progresses if it saves a checkpoint of a later step than the one it started from, or
     trains further than the attempts before it. Attempts before the last resumption do not count.

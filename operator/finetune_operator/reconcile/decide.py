@@ -247,8 +247,8 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     start = attempts.earliest_start(status, view.spec.restart_policy)
     if start is not None and start > view.now and not was_suspended:
         idle = attempts.idle_in_a_row(status)
-        why = f"the last {idle} attempts made no progress" if idle > 1 else "the backoff applies"
-        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, because {why}"
+        why = f"{idle} attempts in a row without progress" if idle > 1 else "the backoff"
+        text = f"attempt {status.attempt + 1} starts at {rfc3339(start)}, after {why}"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         wake = min(start, limit.at) if limit else start
         return view.conclude(status, situation, requeue=view.seconds_until(wake))

@@ -45,8 +45,8 @@ def test_a_described_job_has_no_time_of_the_default_conditions(
     stage: Stage, time: str | None
 ) -> None:
     first = [one.model_copy(update={"last_transition_time": time}) for one in FIRST_CONDITIONS]
-    told = describe(FineTuneJobStatus(conditions=first), Situation(stage, "Because", "x"), NOW, 1)
-    assert {one.last_transition_time for one in told.conditions} == {rfc3339(NOW)}
+    new = describe(FineTuneJobStatus(conditions=first), Situation(stage, "Because", "x"), NOW, 1)
+    assert {one.last_transition_time for one in new.conditions} == {rfc3339(NOW)}
     (again,) = set_condition(first[1:], first[1].model_copy(update={"message": "new"}), NOW)
     assert again.last_transition_time == rfc3339(NOW)
 

@@ -21,7 +21,7 @@ SERVICE = Observation(
 Reports = Callable[[int], list[Observation]]
 
 
-def nothing(number: int) -> list[Observation]:
+def silent(number: int) -> list[Observation]:
     return []
 
 
@@ -44,7 +44,7 @@ def report_of_the_first(number: int) -> list[Observation]:
 def trained(
     number: int, step: int, saved: int | None = None, resumed: int | None = None
 ) -> Observation:
-    """Return what is seen of an attempt that reports these steps."""
+    """Return the observation of an attempt that reports these steps."""
     ref = None
     if saved is not None:
         ref = CheckpointRef(step=saved, path=f"/c/step-{saved}", time=0.0, world_size=1)
@@ -77,7 +77,7 @@ def begun(**overrides: Any) -> Life:
 @pytest.mark.parametrize(
     "reports",
     [
-        pytest.param(nothing, id="without a report"),
+        pytest.param(silent, id="without a report"),
         pytest.param(good_steps_once, id="after 500 good steps"),
         pytest.param(good_steps_each_time, id="after 500 good steps each time"),
         pytest.param(loading_what_the_first_saved, id="after 500 saved steps"),
@@ -107,7 +107,7 @@ def test_attempts_that_always_fail_are_at_most_twenty_in_an_hour(
 
 def test_the_wait_doubles_from_ten_seconds_to_five_minutes() -> None:
     life = begun(restart_policy=FREE)
-    assert waits(life, KILLED, nothing, 9) == [0, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert waits(life, KILLED, silent, 9) == [0, 10, 20, 40, 80, 160, 300, 300, 300]
 
 
 def test_the_status_says_why_the_next_attempt_waits() -> None:
@@ -115,7 +115,7 @@ def test_the_status_says_why_the_next_attempt_waits() -> None:
     life.see(KILLED)
     life.see(KILLED)
     assert life.said("Ready") == (
-        "attempt 3 starts at 2026-01-01T00:00:10Z, because the last 2 attempts made no progress"
+        "attempt 3 starts at 2026-01-01T00:00:10Z, after 2 attempts in a row without progress"
     )
     assert life.condition("Ready") == ("False", "Restarting")
 
@@ -123,7 +123,7 @@ def test_the_status_says_why_the_next_attempt_waits() -> None:
 @pytest.mark.parametrize("policy", [COUNTED, FREE], ids=["counted", "free"])
 def test_an_attempt_with_progress_is_followed_at_once(policy: dict[str, Any]) -> None:
     life = begun(restart_policy=policy)
-    waits(life, KILLED, nothing, 3)
+    waits(life, KILLED, silent, 3)
     assert waits(life, KILLED, lambda number: [trained(number, 1)], 1) == [0]
     assert waits(life, KILLED, lambda number: [trained(number, 1, saved=1)], 1) == [0]
     assert waits(life, KILLED, lambda number: [trained(number, 1, resumed=1)], 2) == [0, 10]
@@ -131,21 +131,21 @@ def test_an_attempt_with_progress_is_followed_at_once(policy: dict[str, Any]) ->
 
 
 def test_a_checkpoint_that_a_later_attempt_starts_from_is_progress() -> None:
-    """The operator may have heard nothing of the attempt that saved it."""
+    """The operator may have read no report of the attempt that saved it."""
     life = begun(restart_policy=FREE)
-    assert waits(life, KILLED, nothing, 3) == [0, 10, 20]
+    assert waits(life, KILLED, silent, 3) == [0, 10, 20]
     assert waits(life, KILLED, lambda number: [trained(number, 100, resumed=100)], 1) == [0]
 
 
 def test_a_longer_backoff_of_the_user_holds() -> None:
     policy = {"maxRestarts": 9, "backoff": {"baseSeconds": 15, "maxSeconds": 30}}
     life = begun(restart_policy=policy)
-    assert waits(life, KILLED, nothing, 5) == [15, 30, 30, 40, 80]
+    assert waits(life, KILLED, silent, 5) == [15, 30, 30, 40, 80]
 
 
 def test_a_resumed_job_starts_at_once_and_its_row_begins_again() -> None:
     life = begun(restart_policy=COUNTED)
-    waits(life, KILLED, nothing, 4)
+    waits(life, KILLED, silent, 4)
     life.see(KILLED)
     assert life.requeue == 80
     life.suspend(True)
@@ -153,12 +153,12 @@ def test_a_resumed_job_starts_at_once_and_its_row_begins_again() -> None:
     life.wait(1)
     life.suspend(False)
     assert life.see() == (Submit(6),)
-    assert waits(life, KILLED, nothing, 3) == [0, 10, 20]
+    assert waits(life, KILLED, silent, 3) == [0, 10, 20]
 
 
 def test_a_job_that_is_resumed_while_it_stops_starts_at_once() -> None:
     life = begun(restart_policy={"maxRestarts": 9, "backoff": {"baseSeconds": 60}})
-    waits(life, KILLED, nothing, 2)
+    waits(life, KILLED, silent, 2)
     life.suspend(True)
     life.see(running(0, attempt=3))
     life.suspend(False)
@@ -167,7 +167,7 @@ def test_a_job_that_is_resumed_while_it_stops_starts_at_once() -> None:
 
 def test_a_deadline_ends_the_wait() -> None:
     life = begun(restart_policy=FREE, deadlines__active_seconds=60)
-    waits(life, KILLED, nothing, 3)
+    waits(life, KILLED, silent, 3)
     assert life.see(KILLED) == ()
     assert life.requeue == 30
     life.wait(30)
