@@ -85,6 +85,14 @@ class Life:
         self.requeue = decision.requeue_seconds
         return decision.actions
 
+    def end(self, seen: Seen) -> tuple[Action, ...]:
+        """Let the attempt end, and wait until an action follows or the job is finished."""
+        actions = self.see(seen)
+        while not actions and self.requeue is not None:
+            self.wait(self.requeue)
+            actions = self.see()
+        return actions
+
     def condition(self, kind: str) -> tuple[str, str]:
         """Return status and reason of a condition."""
         found = self._condition(kind)

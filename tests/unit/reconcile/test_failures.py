@@ -1,6 +1,7 @@
 """From a termination message to a class, and from a class to what follows."""
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -127,6 +128,8 @@ def test_a_stored_job_that_asks_for_free_restarts_after_bad_data_ends() -> None:
         for _ in range(3):
             await world.settle()
             await happen(world, "finds bad data")
+            await world.settle()
+            world.now += timedelta(seconds=10)
         await world.settle()
         status = world.job["status"]
         assert (status["phase"], status["restarts"]["counted"]) == ("Failed", 2)
