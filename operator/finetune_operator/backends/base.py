@@ -145,6 +145,7 @@ class Effect(StrEnum):
     QUEUED = "Queued"  # it waits for admission, and deadlines.pendingSeconds does not run
     DELAYED = "Delayed"  # reported within seconds; may pass by itself
     STALLED = "Stalled"  # a person must fix the cause; also while an attempt trains or ends
+    UNADMITTED = "Unadmitted"  # no queue can admit it until a person fixes the cause
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ class Obstacle:
     reason: str
     message: str
     effect: Effect = Effect.DELAYED
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a person must fix the cause."""
+        return self.effect in (Effect.STALLED, Effect.UNADMITTED)
 
 
 @dataclass(frozen=True)

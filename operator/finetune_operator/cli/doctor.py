@@ -81,7 +81,8 @@ def doctor(
     profiles in a file exist in Azure, and that you may read them.
 
     With --cluster, check a cluster: API server, CustomResourceDefinitions, the operator's replicas
-    and Lease, your permissions, profiles, shared storage, GPU nodes, and the admission policy.
+    and Lease, your permissions, profiles, queues, shared storage, GPU nodes, and the admission
+    policy.
 
     The exit code is 1 if something is missing that a run needs, else 0. Checks that could not be
     run are shown and do not count.

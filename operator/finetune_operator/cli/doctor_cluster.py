@@ -18,6 +18,7 @@ from finetune_operator.cli.doctor_places import (
     check_profiles,
     check_storage,
 )
+from finetune_operator.cli.doctor_queue import check_queue
 from finetune_operator.cli.doctor_replicas import INSTALL, check_operator
 from finetune_operator.cli.doctor_rights import check_rights
 from finetune_operator.cli.findings import Finding
@@ -39,6 +40,7 @@ CHECKS: dict[str, Check] = {
     "operator": check_operator,
     "your rights": check_rights,
     "profiles": check_profiles,
+    "queues": check_queue,
     "storage": check_storage,
     "GPU nodes": check_gpus,
     "admission policy": check_policy,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
-from finetune_operator.kube.api_errors import ApiError, UnavailableError, error_of
+from finetune_operator.kube.api_errors import ApiError, NotFoundError, UnavailableError, error_of
 from finetune_operator.kube.decoding import IN_EVENT, decode
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
@@ -134,6 +134,15 @@ class KubeClient(ABC):
             NotFoundError: no object of that name exists.
         """
         return await self._send("get", resource, resource.path(namespace, name))
+
+    async def serves(self, group: str) -> bool:
+        """Return whether the API server serves an API group, which every account may ask."""
+        discovery = Resource(group, "", "discovery", "", namespaced=False)
+        try:
+            await self._send("get", discovery, f"/apis/{group}")
+        except NotFoundError:
+            return False
+        return True
 
     async def list(
         self,

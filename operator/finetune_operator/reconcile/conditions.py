@@ -309,6 +309,8 @@ def _admission(
     """
     if situation.has(Effect.QUEUED):
         return False, Reason.QUEUED, situation.message
+    if situation.has(Effect.UNADMITTED):
+        return False, situation.reason, situation.message
     if situation.exists and (has_queue or (admitted is not None and admitted.status == "False")):
         return True, Reason.ADMITTED, "the queue has admitted the job"
     if has_queue and situation.reason == Reason.CREATION_FAILED:
@@ -368,9 +370,9 @@ def describe(
             text = f"{text}; {situation.meanwhile}"
         put(kind, value or has_resources, situation.reason, text)
     if ConditionType.STALLED not in row.truth:
-        obstacle = situation.obstacle if situation.has(Effect.STALLED) else None
-        source = obstacle or situation
-        put(ConditionType.STALLED, obstacle is not None, source.reason, source.message)
+        obstacle = situation.obstacle
+        source = obstacle if obstacle is not None and obstacle.is_stalled else situation
+        put(ConditionType.STALLED, source is obstacle, source.reason, source.message)
     if situation.suspended:
         put(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, situation.suspended)
     was_suspended = find(status, ConditionType.SUSPENDED) is not None

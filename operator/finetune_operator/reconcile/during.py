@@ -202,7 +202,7 @@ def _watching(
     text = observation.message or f"attempt {attempt.number} waits for its nodes"
     if obstacle is None:
         return Situation(stage, Reason.PROVISIONING, text, exists=True)
-    if obstacle.effect is Effect.STALLED:
+    if obstacle.is_stalled:
         stage = Stage.BLOCKED  # waiting does not help
     reason = Reason.PROVISIONING if obstacle.effect is Effect.NONE else obstacle.reason
     return Situation(stage, reason, obstacle.message or text, exists=True)

@@ -19,9 +19,12 @@ from typer.testing import CliRunner
 
 from finetune_operator.api.crd_revision import REVISION_ANNOTATION
 from finetune_operator.cli.app import app
+from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.resources import (
     CRDS,
+    FINE_TUNE_JOBS,
     FINE_TUNE_PROFILES,
+    KUEUE_GROUP,
     LEASES,
     NAMESPACES,
     NODES,
@@ -29,9 +32,10 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from support.api.builders import manifest
 from support.cluster.control_plane import GUEST, PROGRAMS, ControlPlane
-from support.cluster.operators import ROOT, Api
-from support.kubernetes.kubernetes_cases import profile
+from support.cluster.operators import ROOT, Api, wait_until
+from support.kubernetes.kubernetes_cases import JOB, profile
 
 pytestmark = pytest.mark.skipif(
     PROGRAMS is None, reason="KUBEBUILDER_ASSETS names no control plane"
@@ -497,3 +501,64 @@ def test_a_text_lists_each_command_once(plane: ControlPlane) -> None:
 def test_options_that_mean_nothing_here_are_refused() -> None:
     for wrong in (["doctor", "-n", "a"], ["doctor", "--cluster", "--azureml", "--profile", "x"]):
         assert CliRunner().invoke(app, wrong).exit_code == 2
+
+
+LOCAL_QUEUES = Resource(KUEUE_GROUP, "v1beta1", "localqueues", "LocalQueue")
+
+
+def put_kueue(api: Api, put: Callable[..., None]) -> None:
+    """Serve the kind LocalQueue, as far as the doctor reads it."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {
+        "name": LOCAL_QUEUES.version,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    names = {"plural": LOCAL_QUEUES.plural, "kind": LOCAL_QUEUES.kind}
+    spec = {"group": KUEUE_GROUP, "names": names, "scope": "Namespaced", "versions": [version]}
+    # Groups of Kubernetes need the annotation.
+    metadata = {"annotations": {"api-approved.kubernetes.io": "unapproved, a test"}}
+    put(CRDS, f"{LOCAL_QUEUES.plural}.{KUEUE_GROUP}", metadata=metadata, spec=spec)
+
+    def is_served() -> bool:
+        try:
+            api.run(api.client.list(LOCAL_QUEUES))
+        except NotFoundError:
+            return False
+        return True
+
+    wait_until(is_served, 30, "the kind LocalQueue is served")
+
+
+def test_a_queue_without_kueue_and_a_queue_that_is_missing_or_inactive_are_faults(
+    doctor: Doctor, api: Api, put: Callable[..., None]
+) -> None:
+    api.install_crds()
+    put_namespace(api, "team-q")
+    topic = "queues (Kueue)"
+    assert doctor("-n", "team-q").states(topic) == {"Kueue": "absent"}
+    body = manifest(**JOB, queue={"name": "gold"})
+    kind = {name: body[name] for name in ("apiVersion", "kind")}
+    put(FINE_TUNE_JOBS, "llama", "team-q", spec=body["spec"], **kind)
+    fault = doctor("-n", "team-q").of("Kueue", topic)
+    assert (fault["state"], fault["detail"]) == ("missing", "not installed, so llama cannot start")
+    assert fault["command"].startswith("kubectl apply ")
+
+    put_kueue(api, put)
+    report = doctor("-n", "team-q")
+    assert report.of("Kueue", topic)["detail"] == "serves kueue.x-k8s.io/v1beta1"
+    fault = report.of("gold", topic)
+    assert fault["detail"] == "does not exist in team-q; llama cannot start"
+
+    stopped = {"type": "Active", "status": "False", "reason": "Stopped", "message": "is stopped"}
+    spec, status = {"clusterQueue": "all"}, {"conditions": [stopped]}
+    kind = {"apiVersion": LOCAL_QUEUES.api_version, "kind": LOCAL_QUEUES.kind}
+    put(LOCAL_QUEUES, "gold", "team-q", spec=spec, status=status, **kind)
+    put(LOCAL_QUEUES, "silver", "team-q", spec=spec, **kind)
+    report = doctor("-n", "team-q")
+    assert report.of("gold", topic)["detail"] == "admits no job: is stopped"
+    assert report.of("silver", topic)["detail"] == "of ClusterQueue all"
+    guest = doctor("-n", "team-q", as_guest=True)
+    assert guest.of("LocalQueues", topic)["state"] == "unknown"

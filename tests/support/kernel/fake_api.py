@@ -23,7 +23,7 @@ from finetune_operator.kube.api_errors import (
 )
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.client import Call, KubeClient, Listing, Propagation, WatchEvent
-from finetune_operator.kube.resources import PODS, Object, Resource
+from finetune_operator.kube.resources import KUEUE_GROUP, PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
 from finetune_operator.reconcile.conditions import rfc3339
 
@@ -46,6 +46,7 @@ class FakeApi(KubeClient):
         watch_lag: Returns how long a watch waits before it tells of the next change.
         now: The server's clock.
         make_uid: Returns the uid of the next object.
+        groups: API groups that are served.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class FakeApi(KubeClient):
         self.watch_lag: Callable[[], float] = lambda: 0.0
         self.now: Callable[[], datetime] = lambda: datetime.now(UTC)
         self.make_uid: Callable[[], str] = lambda: str(uuid.uuid4())
+        self.groups = {KUEUE_GROUP}
         self.oldest_version = 0
         self._version = 0
         self._objects: dict[str, dict[Key, Object]] = defaultdict(dict)
@@ -79,6 +81,10 @@ class FakeApi(KubeClient):
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
         await self._enter("get", resource, name)
         return copied(self._found(resource, name, namespace))
+
+    async def serves(self, group: str) -> bool:
+        await self._enter("get", Resource(group, "", "discovery", ""), "")
+        return group in self.groups
 
     async def list(
         self,

@@ -6,12 +6,14 @@ operator does in between is the same each time.
 
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, INDEX_LABEL
 from finetune_operator.backends.kubernetes.pod_termination import condition, is_alive
+from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
@@ -23,7 +25,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
-from support.kernel.kernel_world import World
+from support.kernel.kernel_world import KEY, World
 from support.kubernetes.kubernetes_cases import JOB, profile
 
 NODES = 2
@@ -32,6 +34,19 @@ ADDRESS = "127.0.0.1"
 """Of every pod; rank 0's progress is served there."""
 
 _TRACKING = "batch.kubernetes.io/job-tracking"
+
+
+async def look_for(world: World, seconds: int) -> None:
+    """Let time pass with a reconcile each second; retryable errors are retried."""
+    for _ in range(seconds):
+        world.now += timedelta(seconds=1)
+        await world.catch_up()
+        try:
+            await world.reconciler.reconcile(KEY)
+        except FineTuneError as error:
+            if not error.retryable:
+                raise
+    await world.catch_up()
 
 
 class PromptBackend(KubernetesBackend):
@@ -120,8 +135,8 @@ class KubernetesWorld(World):
 
     # What the batch Job's controller does.
 
-    async def make_pods(self, number: int) -> None:
-        """Make the pods of an attempt, if it may; each has a node, and does not run yet."""
+    async def make_pods(self, number: int, *, num_placed: int = NODES) -> None:
+        """Make the pods of an attempt, if it may; so many have a node, and none runs yet."""
         batch_job = await self._batch_job(number)
         if any(condition(batch_job, kind) for kind in ("Complete", "Failed", "FailureTarget")):
             return
@@ -136,7 +151,12 @@ class KubernetesWorld(World):
                 "ownerReferences": [{**owner, "name": batch_job["metadata"]["name"]}],
                 "finalizers": [_TRACKING],
             }
-            spec = {"nodeName": f"node-{index}", "containers": [{"name": CONTAINER}]}
+            spec: Object = {"schedulerName": "volcano", "containers": [{"name": CONTAINER}]}
+            if index >= num_placed:
+                await self.api.create(PODS, {"metadata": metadata, "spec": spec}, "ns")
+                await self._tell(PODS, name, phase="Pending")
+                continue
+            spec["nodeName"] = f"node-{index}"
             await self.api.create(PODS, {"metadata": metadata, "spec": spec}, "ns")
             placed = [{"type": "PodScheduled", "status": "True"}]
             await self._tell(PODS, name, phase="Pending", conditions=placed)
@@ -187,6 +207,19 @@ class KubernetesWorld(World):
 
     async def _batch_job(self, number: int) -> Object:
         return await self.api.get(JOBS, f"tiny-{number}", "ns")
+
+    async def prepare_pod(self, number: int, index: int, **init_containers: Object) -> None:
+        """Give a pod init containers in these states, in their order, before its trainer starts."""
+        statuses = [{"name": name, "state": state} for name, state in init_containers.items()]
+        pod = await self.api.get(PODS, f"tiny-{number}-{index}", "ns")
+        waiting = {"type": "Initialized", "status": "False"}
+        await self._tell(
+            PODS,
+            pod["metadata"]["name"],
+            {"waiting": {"reason": "PodInitializing"}},
+            initContainerStatuses=statuses,
+            conditions=[*pod["status"]["conditions"], waiting],
+        )
 
     async def _tell(
         self, resource: Resource, name: str, state: Mapping[str, Any] | None = None, **status: Any

@@ -12,6 +12,7 @@ from datetime import datetime
 from finetune_operator.backends.base import (
     AttemptPhase,
     AttemptRef,
+    Effect,
     Found,
     Handle,
     Observation,
@@ -29,12 +30,14 @@ from finetune_operator.backends.kubernetes.child_names import (
 )
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
+from finetune_operator.backends.kubernetes.kueue import Kueue
 from finetune_operator.backends.kubernetes.log_tail import LogTails
 from finetune_operator.backends.kubernetes.pod_logs import read_log
 from finetune_operator.backends.kubernetes.predecessors import end_earlier, make_way
 from finetune_operator.backends.kubernetes.progress import ProgressReader
 from finetune_operator.backends.kubernetes.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.kubernetes.reasons import may_be_explained_by_events
+from finetune_operator.backends.kubernetes.silence import silent_component
 from finetune_operator.backends.kubernetes.submit import handle_of, submit
 from finetune_operator.backends.kubernetes.upkeep import Upkeep
 from finetune_operator.backends.kubernetes.warning_events import WarningEvents
@@ -58,6 +61,8 @@ class LiveAttempts:
         self._progress = progress
         self._names = RankZeroNames()
         self._warnings = WarningEvents()
+        self._now = now
+        self._kueue = Kueue()
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
@@ -131,7 +136,7 @@ class LiveAttempts:
         upkeep = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
         if seen.phase is AttemptPhase.RUNNING:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
-        elif seen.obstacle is None:
+        else:
             seen = await self._with_obstacle(seen, name, batch_job, pods)
         waits = [one for one in (seen.requeue_seconds, upkeep.again_seconds) if one is not None]
         return replace(seen, warning=upkeep.message, requeue_seconds=min(waits, default=None))
@@ -202,11 +207,20 @@ class LiveAttempts:
     async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        if not may_be_explained_by_events(batch_job, pods):
-            return seen
+        """Complete the obstacle of a gang whose own objects show none, or only a queue."""
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
-        obstacle, again = await self._warnings.read(client, name.namespace, uid, pods)
-        return replace(seen, obstacle=obstacle, requeue_seconds=again)
+        obstacle, waits = seen.obstacle, [seen.requeue_seconds]
+        if obstacle is not None and obstacle.effect is Effect.QUEUED:
+            obstacle, again = await self._kueue.check(client, obstacle)
+            waits.append(again)
+        elif obstacle is None and may_be_explained_by_events(batch_job, pods):
+            obstacle, again = await self._warnings.read(client, name.namespace, uid, pods)
+            waits.append(again)
+        if obstacle is None:
+            obstacle, again = silent_component(batch_job, pods, self._now())
+            waits.append(again)
+        left = [one for one in waits if one is not None]
+        return replace(seen, obstacle=obstacle, requeue_seconds=min(left, default=None))
 
     def _open(self, job_uid: str, uid: str) -> None:
         self._of_job[job_uid].add(uid)

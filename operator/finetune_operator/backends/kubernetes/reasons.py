@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from finetune_operator.backends.base import Effect, Obstacle
-from finetune_operator.backends.kubernetes.child_names import QUEUE_LABEL
+from finetune_operator.backends.kubernetes.child_names import CONTAINER, QUEUE_LABEL
 from finetune_operator.backends.kubernetes.pod_termination import (
     condition,
     container_state,
@@ -23,14 +23,17 @@ class KubernetesReason(StrEnum):
     """The reasons why a gang does not run; docs/status.md has the remedy for each."""
 
     QUEUED = "Queued"
+    KUEUE_NOT_INSTALLED = "KueueNotInstalled"
     SUSPENDED = "Suspended"
     CREATION_FAILED = "CreationFailed"
     PODS_NOT_CREATED = "PodsNotCreated"
+    SCHEDULER_NOT_RESPONDING = "SchedulerNotResponding"
     UNSCHEDULABLE = "Unschedulable"  # if the scheduler gives no reason
     VOLUME_NOT_READY = "VolumeNotReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     CONTAINER_NOT_CREATED = "ContainerNotCreated"
     POD_NOT_STARTED = "PodNotStarted"
+    INIT_CONTAINER_RUNNING = "InitContainerRunning"
 
 
 _OF_EVENT = {
@@ -67,15 +70,29 @@ def _of_pod(pod: Object) -> Obstacle | None:
         word = str(scheduled.get("reason") or KubernetesReason.UNSCHEDULABLE)
         reason = KubernetesReason.VOLUME_NOT_READY if about_volume else word
         return Obstacle(reason, f"pod {name} has no node: {text}")
-    waiting = container_state(pod, "waiting") or {}
+    status = pod.get("status", {})
+    kinds = ("initContainerStatuses", "containerStatuses")
+    found = (_of_container(name, one) for kind in kinds for one in status.get(kind) or ())
+    return next((one for one in found if one), None)
+
+
+def _of_container(pod: str, container: Object) -> Obstacle | None:
+    waiting = container.get("state", {}).get("waiting") or {}
     reason, text = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+    where = f"pod {pod}"
+    if container["name"] != CONTAINER:
+        where = f"container {container['name']} of {where}"
     if reason in _IMAGE:
         return Obstacle(
-            KubernetesReason.IMAGE_PULL_FAILED, f"pod {name} has no image: {text or reason}"
+            KubernetesReason.IMAGE_PULL_FAILED, f"{where} has no image: {text or reason}"
         )
     if reason in _CONTAINER:
         return Obstacle(
-            KubernetesReason.CONTAINER_NOT_CREATED, f"pod {name} cannot start: {text or reason}"
+            KubernetesReason.CONTAINER_NOT_CREATED, f"{where} cannot start: {text or reason}"
+        )
+    if reason == "CrashLoopBackOff":
+        return Obstacle(
+            KubernetesReason.POD_NOT_STARTED, f"{where} fails again and again: {text or reason}"
         )
     return None
 

@@ -22,8 +22,8 @@ def _only(source: Mapping[str, Any], *names: str) -> Object:
 
 
 def trim_pod(obj: Object) -> Object:
-    """Retain a pod's metadata, node, status and the annotation GRACE_ANNOTATION."""
-    spec = _only(obj.get("spec", {}), "nodeName", "containers")
+    """Retain a pod's metadata, node, scheduler, status and the annotation GRACE_ANNOTATION."""
+    spec = _only(obj.get("spec", {}), "nodeName", "schedulerName", "containers")
     names = [_only(one, "name") for one in spec.pop("containers", ())]
     metadata = _only(obj["metadata"], *_METADATA)
     if grace := _only(obj["metadata"].get("annotations") or {}, GRACE_ANNOTATION):

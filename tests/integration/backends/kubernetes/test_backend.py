@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -492,12 +493,34 @@ def test_a_queued_attempt_that_is_cancelled_never_starts(
     handle = api.run(backend.submit(backend.render(plan, Attempt(1))))
     waiting = api.run(backend.observe(ref_to(handle)))
     assert waiting.obstacle is not None
-    assert (waiting.obstacle.reason, waiting.all_gone) == ("Queued", False)
+    assert (waiting.obstacle.reason, waiting.all_gone) == ("KueueNotInstalled", False)
     api.run(backend.cancel(ref_to(handle), after(30.0)))
     wait_until(lambda: api.run(backend.observe(ref_to(handle))).all_gone, 30)
     assert api.run(backend.observe(ref_to(handle))).phase is AttemptPhase.FAILED
     resume(api, namespace, "tiny-1")
     assert ended_as(api, namespace, "tiny-1") == ("GivenUp", False)
+
+
+def test_a_scheduler_that_ignores_the_pods_is_named_by_the_status(
+    api: Api, harness: KubernetesHarness, namespace: str
+) -> None:
+    request = harness.backend.render(planned(**harness.overrides), Attempt(1))
+    owned = given_to(request, harness.own("uid-2"))
+    *others, batch_job = owned.objects
+    template = batch_job["spec"]["template"]
+    template = {**template, "spec": {**template["spec"], "schedulerName": "volcano"}}
+    batch_job = {**batch_job, "spec": {**batch_job["spec"], "template": template}}
+    now = datetime.now(UTC)
+    cluster = Cluster(api.client, caches())
+    backend = KubernetesBackend(BackendContext(Path(), cluster=cluster, now=lambda: now))
+    handle = api.run(backend.submit(replace(owned, objects=(*others, batch_job))))
+    wait_until(partial(pods_of, api, namespace), 30)
+    assert api.run(backend.observe(ref_to(handle))).obstacle is None
+    now += timedelta(seconds=60)
+    found = api.run(backend.observe(ref_to(handle))).obstacle
+    assert found is not None
+    assert found.reason == "SchedulerNotResponding"
+    assert found.message.startswith("scheduler volcano has not tried to place pod tiny-1-0-")
 
 
 def test_the_last_job_of_the_name_is_waited_for(

@@ -73,6 +73,7 @@ class OnePod:
             "name": f"{handle.name.partition('/')[2]}-0",
             "namespace": "default",
             "resourceVersion": str(version),
+            "creationTimestamp": "2026-01-01T00:00:00Z",
             "labels": {JOB_LABEL: "tiny", "batch.kubernetes.io/job-completion-index": "0"},
             "ownerReferences": [{"controller": True, "uid": handle.uid}],
         }
