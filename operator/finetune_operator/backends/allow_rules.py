@@ -24,8 +24,10 @@ def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterat
         yield Problem(path, text)
 
 
-def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
-    """Yield a problem if `allow` forbids the job's namespace, size or initial checkpoint.
+def foreign(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> list[Problem]:
+    """Return the problem of a namespace that may not use the profile.
+
+    No other problem of its job is reported, because the messages contain values of the profile.
 
     Args:
         job: The job.
@@ -33,7 +35,18 @@ def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> 
         profile: Name of the profile.
         allow: Permissions of the profile.
     """
-    yield from _namespace(job, field, profile, allow)
+    namespace = job.metadata.namespace
+    if fits(namespace, allow.namespaces):
+        return []
+    text = (
+        f"{profile} may not be used in namespace {namespace}; name another profile, or "
+        "have the namespace added to its allow.namespaces"
+    )
+    return [Problem(field, text)]
+
+
+def forbidden(job: FineTuneJob, profile: str, allow: Allowances) -> Iterator[Problem]:
+    """Yield a problem if `allow` forbids the job's size or initial checkpoint."""
     yield from _sizes(job, profile, allow)
     # Only the trainer can read which job wrote a checkpoint.
     if job.spec.checkpoint.allow_foreign and not allow.foreign_checkpoints:
@@ -42,16 +55,6 @@ def forbidden(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> 
             "allow.foreignCheckpoints set"
         )
         yield Problem("spec.checkpoint.allowForeign", text)
-
-
-def _namespace(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> Iterator[Problem]:
-    namespace = job.metadata.namespace
-    if not fits(namespace, allow.namespaces):
-        text = (
-            f"{profile} may not be used in namespace {namespace}; name another profile, or "
-            "have the namespace added to its allow.namespaces"
-        )
-        yield Problem(field, text)
 
 
 def _sizes(job: FineTuneJob, profile: str, allow: Allowances) -> Iterator[Problem]:

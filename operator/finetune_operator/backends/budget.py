@@ -42,6 +42,7 @@ class Priority(IntEnum):
     WRITE = 0  # a write, or a read that a write waits for
     END = 1  # a read after the end of an attempt, for which the job waits
     READ = 2
+    CHECK = 3  # a read before the first attempt of a job, at most one at a time; its turn is a READ
 
 
 class Budget:
@@ -49,13 +50,14 @@ class Budget:
 
     Args:
         per_second: Requests per second.
-        reads_at_once: Maximum reads in flight; one read of priority END may exceed it.
+        reads_at_once: Maximum reads in flight, besides an END and a CHECK.
     """
 
     def __init__(self, per_second: float, reads_at_once: int) -> None:
         self._reading = {
             Priority.END: asyncio.Semaphore(1),
             Priority.READ: asyncio.Semaphore(reads_at_once),
+            Priority.CHECK: asyncio.Semaphore(1),
         }
         self._interval = 1.0 / per_second
         self._next = 0.0
@@ -80,7 +82,8 @@ class Budget:
             TransientError: The service has requested a pause longer than PATIENCE_SECONDS, or a
                 write would wait longer.
         """
-        loop, waiting = asyncio.get_running_loop(), self._waiting[priority]
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting[Priority.READ if priority is Priority.CHECK else priority]
         if (left := self._paused_until - loop.time()) > PATIENCE_SECONDS:
             raise _late(left)
         wait = len(waiting) * self._interval + max(0.0, self._next - loop.time())

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from finetune_operator.errors import BackendError
 
@@ -22,6 +22,9 @@ STALE_SECONDS = 3600.0
 MISSING_SECONDS = 20.0
 """Delay before a missing or refused object is requested again; a person may have fixed it."""
 
+MAX_RESPONSES = 1000
+"""Cached responses; the least recently used response is discarded first. Jobs choose the keys."""
+
 
 @dataclass(frozen=True)
 class _Response:
@@ -31,11 +34,11 @@ class _Response:
 
 
 class ResponseCache:
-    """The last response to each request."""
+    """The last responses, by request."""
 
     def __init__(self) -> None:
         self._responses: dict[Hashable, _Response] = {}
-        self._asking: dict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._asking = WeakValueDictionary[Hashable, asyncio.Lock]()
         self._renewals: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -57,12 +60,12 @@ class ResponseCache:
         response = self._responses.get(key)
         age = self._age(response)
         if response is None or response.value is None or age > STALE_SECONDS:
-            await self._ask(key, ask)
-        elif age > KEPT_SECONDS and not self._asking[key].locked():
+            response = await self._ask(key, ask)
+        elif age > KEPT_SECONDS and key not in self._asking:
             task = asyncio.create_task(self._renew(key, ask))
             self._renewals.add(task)
             task.add_done_callback(self._renewals.discard)
-        response = self._responses[key]
+        self._store(key, response)
         if response.refusal is not None:
             raise response.refusal.with_traceback(
                 None
@@ -76,12 +79,14 @@ class ResponseCache:
         except BackendError as error:  # the next caller sends the request again, and gets the error
             log.info("response not refreshed", extra={"asked": str(key), "error": str(error)})
 
-    async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> None:
-        """Send the request, unless another caller has just received the response."""
-        async with self._asking[key]:
+    async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> _Response:
+        """Send the request, unless another caller has just received the response; return it."""
+        lock = self._asking.setdefault(key, asyncio.Lock())
+        async with lock:
             response = self._responses.get(key)
             is_missing = response is None or response.value is None
-            if self._age(response) > (MISSING_SECONDS if is_missing else KEPT_SECONDS):
+            longest = MISSING_SECONDS if is_missing else KEPT_SECONDS
+            if response is None or self._age(response) > longest:
                 value, refusal = None, None
                 try:
                     value = await ask()
@@ -89,7 +94,16 @@ class ResponseCache:
                     if error.retryable:
                         raise
                     refusal = error
-                self._responses[key] = _Response(value, refusal, asyncio.get_running_loop().time())
+                response = _Response(value, refusal, asyncio.get_running_loop().time())
+                self._store(key, response)
+            return response
+
+    def _store(self, key: Hashable, response: _Response) -> None:
+        """Store a response as the most recently used one."""
+        self._responses.pop(key, None)
+        self._responses[key] = response
+        if len(self._responses) > MAX_RESPONSES:
+            del self._responses[next(iter(self._responses))]
 
     def _age(self, response: _Response | None) -> float:
         """Return the age of a response in seconds; infinite without one."""

@@ -206,11 +206,10 @@ class JobIndex:
             view.memory.plan = (generation, plan)
         return view.memory.plan[1]
 
-    async def validate(self, view: JobView) -> Plan | Rejection:
-        """Return the plan if an attempt of the job may be opened, else the rejection.
+    def validate(self, view: JobView) -> Plan | Rejection:
+        """Return the plan if spec and profile allow an attempt, else the rejection.
 
-        The result may change while the spec does not, because profiles and files may be created or
-        deleted.
+        The result may change while the spec does not, because profiles change. Without a request.
         """
         job = view.job
         found = [
@@ -219,14 +218,31 @@ class JobIndex:
         if found:
             return _rejection(found)
         try:
-            backend = self._backends.of(job)
-            problems = [*backend.validate(job), *await backend.check_inputs(job)]
-        except UnknownBackendError as error:
-            return Rejection(Reason.BACKEND_NOT_FOUND, str(error))
+            problems = self._backends.of(job).validate(job)
         except FineTuneError as error:
-            return Rejection(Reason.BACKEND_FAILED, str(error))
+            return unusable(error)
         errors = [problem for problem in problems if problem.severity is Severity.ERROR]
         return _rejection(errors) if errors else self.plan(view)
+
+    async def check_inputs(self, view: JobView, plan: Plan) -> Plan | Rejection:
+        """Return the plan of a valid job if its inputs exist, else the rejection.
+
+        Not for a refused job, whose author could otherwise have requests sent with the operator's
+        identity.
+        """
+        try:
+            problems = await self._backends.of(view.job).check_inputs(view.job)
+        except FineTuneError as error:
+            return unusable(error)
+        errors = [problem for problem in problems if problem.severity is Severity.ERROR]
+        return _rejection(errors) if errors else plan
+
+
+def unusable(error: FineTuneError, advice: str = "") -> Rejection:
+    """Return the rejection of a job whose backend cannot be used."""
+    is_missing = isinstance(error, UnknownBackendError)
+    reason = Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED
+    return Rejection(reason, f"{error}{advice}")
 
 
 def _rejection(problems: Iterable[Problem]) -> Rejection:

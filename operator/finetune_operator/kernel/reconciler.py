@@ -202,10 +202,16 @@ class Reconciler:
         lives = view.attempt is not None and not (observation and observation.all_gone)
         if lives or is_finished(view.status):
             return self._index.plan(view)
-        validated = await self._index.validate(view)
-        if isinstance(validated, Rejection) or view.job.spec.suspend:
-            return validated
-        return self._folders.rejection(view.key) or validated
+        plan = self._index.validate(view)
+        may_open = not view.job.spec.suspend
+        if not isinstance(plan, Rejection) and may_open:
+            plan = self._folders.rejection(view.key) or plan
+        if isinstance(plan, Rejection):
+            return plan
+        plan = await self._index.check_inputs(view, plan)
+        if isinstance(plan, Rejection) or not may_open:
+            return plan
+        return self._folders.rejection(view.key) or plan  # another job may have opened meanwhile
 
     async def _open(self, view: JobView, status: FineTuneJobStatus, number: int) -> Result:
         """Write the status with the attempt opened, unless that was done before; then submit."""

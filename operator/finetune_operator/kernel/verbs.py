@@ -19,10 +19,10 @@ from finetune_operator.backends.base import (
     Obstacle,
 )
 from finetune_operator.backends.instances import Backends
-from finetune_operator.errors import BackendError, FineTuneError, UnknownBackendError
+from finetune_operator.errors import BackendError, FineTuneError
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import NotShown
-from finetune_operator.kernel.jobs import JobIndex, JobView
+from finetune_operator.kernel.jobs import JobIndex, JobView, unusable
 from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.status_writer import StatusWriter
 from finetune_operator.kube.api_errors import ApiError
@@ -247,14 +247,9 @@ def unseen(view: JobView, missing: NotShown) -> Rejection:
 def unreadable(view: JobView, error: FineTuneError) -> Rejection:
     """Log that an attempt cannot be observed, and return the rejection."""
     log.warning("attempt cannot be observed", extra={"job": str(view.key), "error": error})
-    return Rejection(_reason_of(error), str(error))
+    return unusable(error)
 
 
 def deletion_blocked(error: FineTuneError) -> Rejection:
     """Return the rejection of a deleted job whose attempt cannot be ended."""
-    return Rejection(_reason_of(error), f"{error}{_STAYS}")
-
-
-def _reason_of(error: FineTuneError) -> Reason:
-    is_missing = isinstance(error, UnknownBackendError)
-    return Reason.BACKEND_NOT_FOUND if is_missing else Reason.BACKEND_FAILED
+    return unusable(error, _STAYS)

@@ -59,6 +59,24 @@ def test_a_write_among_500_reads_waits_no_longer_than_one_turn() -> None:
     virtual_time.run(work())
 
 
+def test_checks_of_new_jobs_delay_neither_writes_nor_half_of_the_reads() -> None:
+    async def work() -> None:
+        asked = Asked()
+
+        async def check(number: int) -> None:
+            async with asked.budget.held(Priority.CHECK):
+                await asked.ask(f"check {number}", Priority.CHECK)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(100):
+                group.create_task(check(number))
+            for number in range(20):
+                assert await asked.ask(f"write {number}", Priority.WRITE) <= 0.5
+                assert await asked.ask(f"read {number}") <= 1.0
+
+    virtual_time.run(work())
+
+
 def test_reads_have_turns_while_writes_never_end() -> None:
     async def work() -> None:
         asked = Asked()

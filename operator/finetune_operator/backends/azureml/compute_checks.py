@@ -88,8 +88,9 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 
 def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
     """Return the requests that this profile does not allow or offer."""
-    return [
-        *allow_rules.forbidden(job, PROFILE_FIELD, profile.name, profile.spec.allow),
+    allow = profile.spec.allow
+    return allow_rules.foreign(job, PROFILE_FIELD, profile.name, allow) or [
+        *allow_rules.forbidden(job, profile.name, allow),
         *_compute(job, profile),
         *_names(job, profile),
         *_datastores(job, profile),

@@ -5,6 +5,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from finetune_operator.api.problems import Problem
@@ -26,6 +27,61 @@ T = TypeVar("T")
 
 _COMPUTE_FIELD = f"{FIELD}.compute"
 _CLUSTER, _KUBERNETES = "amlcompute", "kubernetes"
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """Questions about one workspace.
+
+    Attributes:
+        priority: Priority of each request.
+        responses: Cached responses about all workspaces.
+    """
+
+    workspace: Workspace
+    priority: Priority
+    responses: ResponseCache
+
+    async def environment(self, environment: str) -> list[Problem]:
+        """Return a problem if the environment does not exist."""
+        name, _, version = environment.removeprefix("azureml:").partition(":")
+        if name.startswith("//"):
+            return []  # it is in a registry; if it does not exist, Azure ML refuses the job
+        there = await self.cached(
+            ("environments", name, version),
+            lambda sdk: sdk.ml.environments.get(name, version).name,
+        )
+        if there is not None:
+            return []
+        text = f"{environment} does not exist in {_name(self.workspace)}; register it there"
+        return [Problem(f"{FIELD}.environment", text)]
+
+    async def location(self) -> str:
+        """Return the location of the workspace."""
+        name = self.workspace.id.rpartition("/")[2]
+        found = await self.cached(
+            ("location",), lambda sdk: str(sdk.ml.workspaces.get(name).location)
+        )
+        return found or ""
+
+    async def sizes(self, location: str) -> Mapping[str, int]:
+        """Return the GPUs of each VM size of a location."""
+        found = await self.cached(("sizes", location), lambda sdk: _sizes(sdk, location))
+        return found or {}
+
+    async def cached(self, what: tuple[str, ...], call: Callable[[Sdk], T]) -> T | None:
+        """Return the result of one request, possibly cached; None if the object does not exist."""
+
+        async def ask() -> T | None:
+            try:
+                return await self.workspace.ask(call, self.priority)
+            except RefusedError as error:
+                if error.status != 404:
+                    raise
+                return None
+
+        key = (self.workspace.id, self.workspace.client_id, *what)
+        return await self.responses.get(key, ask)
 
 
 class Computes:
@@ -53,7 +109,7 @@ class Computes:
         self._unchecked[job.metadata.uid] = job
         try:
             async with asyncio.timeout(seconds):
-                found = await self.problems(workspace, job, profile)
+                found = await self.problems(workspace, job, profile, Priority.CHECK)
         except (TransientError, TimeoutError):
             return []
         self.forget(job.metadata.uid)
@@ -74,26 +130,33 @@ class Computes:
         """
         if (job := self._unchecked.get(job_uid)) is not None:
             workspace, profile = where(job)
-            if found := await self.problems(workspace, job, profile):
+            if found := await self.problems(workspace, job, profile, Priority.WRITE):
                 raise RefusedError("; ".join(map(str, found)))
             self.forget(job_uid)
 
     async def problems(
-        self, workspace: Workspace, job: FineTuneJob, profile: JobProfile
+        self, workspace: Workspace, job: FineTuneJob, profile: JobProfile, priority: Priority
     ) -> list[Problem]:
         """Return the problems that prevent the job from running in the workspace.
+
+        Args:
+            workspace: The workspace.
+            job: The job.
+            profile: Its profile.
+            priority: Priority of the requests.
 
         Raises:
             TransientError: There is no response.
         """
+        asked = _Questions(workspace, priority, self._responses)
         try:
-            found = await self._environment(workspace, profile.environment_of(job))
+            found = await asked.environment(profile.environment_of(job))
             name = profile.compute_of(job)
             if name is None:
-                gpus = await self._sizes(workspace, await self._location(workspace))
+                gpus = await asked.sizes(await asked.location())
                 return [*found, *on_serverless(job, gpus)]
-            compute = await self._cached(
-                workspace, ("computes", name), lambda sdk: _compute(sdk.ml.compute.get(name))
+            compute = await asked.cached(
+                ("computes", name), lambda sdk: _compute(sdk.ml.compute.get(name))
             )
             if compute is None:
                 text = f"{name} does not exist in {_name(workspace)}; create or attach it there"
@@ -103,53 +166,11 @@ class Computes:
             if compute.kind != _CLUSTER:
                 text = f"{name} is of type {compute.kind}; name another, AmlCompute or Kubernetes"
                 return [*found, Problem(_COMPUTE_FIELD, text)]
-            gpus = await self._sizes(workspace, compute.location)
+            gpus = await asked.sizes(compute.location)
             return [*found, *on_cluster(job, name, compute, gpus)]
         except RefusedError as error:
             text = f"{profile.name} cannot be used: {error}; {_remedy(error, workspace)}"
             return [Problem(PROFILE_FIELD, text)]
-
-    async def _environment(self, workspace: Workspace, environment: str) -> list[Problem]:
-        name, _, version = environment.removeprefix("azureml:").partition(":")
-        if name.startswith("//"):
-            return []  # it is in a registry; if it does not exist, Azure ML refuses the job
-        there = await self._cached(
-            workspace,
-            ("environments", name, version),
-            lambda sdk: sdk.ml.environments.get(name, version).name,
-        )
-        if there is not None:
-            return []
-        text = f"{environment} does not exist in {_name(workspace)}; register it there"
-        return [Problem(f"{FIELD}.environment", text)]
-
-    async def _location(self, workspace: Workspace) -> str:
-        name = workspace.id.rpartition("/")[2]
-        found = await self._cached(
-            workspace, ("location",), lambda sdk: str(sdk.ml.workspaces.get(name).location)
-        )
-        return found or ""
-
-    async def _sizes(self, workspace: Workspace, location: str) -> Mapping[str, int]:
-        found = await self._cached(
-            workspace, ("sizes", location), lambda sdk: _sizes(sdk, location)
-        )
-        return found or {}
-
-    async def _cached(
-        self, workspace: Workspace, what: tuple[str, ...], call: Callable[[Sdk], T]
-    ) -> T | None:
-        """Return the result of one request, possibly cached; None if the object does not exist."""
-
-        async def ask() -> T | None:
-            try:
-                return await workspace.ask(call, Priority.WRITE)
-            except RefusedError as error:
-                if error.status != 404:
-                    raise
-                return None
-
-        return await self._responses.get((workspace.id, workspace.client_id, *what), ask)
 
 
 def _compute(found: Any) -> Compute:

@@ -30,8 +30,9 @@ def impossible(job: FineTuneJob) -> list[Problem]:
 
 def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
     """Return the requests that this profile does not allow or offer."""
-    return [
-        *allow_rules.forbidden(job, FIELD, profile.name, profile.spec.allow),
+    allow = profile.spec.allow
+    return allow_rules.foreign(job, FIELD, profile.name, allow) or [
+        *allow_rules.forbidden(job, profile.name, allow),
         *_names(job, profile.spec),
         *_kept(job, profile),
         *_queue(job, profile.spec),

@@ -93,6 +93,8 @@ class LocalBackend(Backend):
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List missing inputs, folders that cannot be written, and missing GPUs and libraries."""
+        if self._context.cluster is not None:
+            return []  # the job is refused, and its paths would be read in the operator's pod
         base, environ = self._context.manifest_dir, self._context.environ
         found = machine_checks.missing(
             job, base, environ, cores=self._cores, gpus=self._gpus, system=self._system
@@ -101,6 +103,8 @@ class LocalBackend(Backend):
 
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the run directory, and the folders that the job names."""
+        if self._context.cluster is not None:
+            return []
         return overlaps.written(job, self._context.manifest_dir)
 
     def render(self, plan: Plan, attempt: Attempt) -> Request:

@@ -215,6 +215,16 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
     assert says in found.message
 
 
+def test_a_namespace_that_may_not_use_a_profile_sees_no_value_of_it() -> None:
+    asked = {"backend__azureml__compute": "theirs", "topology__instanceType": "big"}
+    asked |= {"topology__nodes": 8, "training__globalBatchSize": 8}
+    (found,) = limited().validate(job(**{**JOB, **asked, "metadata.namespace": "other"}))
+    assert str(found) == (
+        "spec.backend.azureml.profile default may not be used in namespace other; name another "
+        "profile, or have the namespace added to its allow.namespaces"
+    )
+
+
 ALLOWED: list[Mapping[str, Any]] = [
     {"metadata.namespace": "team-a"},
     {"backend__azureml__compute": "gpu-2", "topology__instanceType": "small"},

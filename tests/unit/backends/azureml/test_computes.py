@@ -18,6 +18,7 @@ from finetune_operator.backends.azureml.workspace_client import (
     Azure,
     Workspace,
 )
+from finetune_operator.backends.budget import Budget, Priority
 from finetune_operator.backends.response_cache import KEPT_SECONDS, MISSING_SECONDS
 from finetune_operator.errors import TransientError
 from finetune_operator.testing.suite import Lent
@@ -52,7 +53,7 @@ class Asked:
 
     async def problems(self, client_id: str | None = None, **changes: Any) -> list[str]:
         asked = self._asked(client_id, **changes)
-        return [str(one) for one in await self._computes.problems(*asked)]
+        return [str(one) for one in await self._computes.problems(*asked, Priority.CHECK)]
 
     async def in_time(self, **changes: Any) -> list[Problem]:
         return await self._computes.problems_in_time(*self._asked(**changes), 20.0)
@@ -242,3 +243,30 @@ def test_what_could_not_be_asked_is_judged_by_the_profile_as_it_is_at_the_submis
         await asked.before_submit()
 
     asyncio.run(work())
+
+
+class Recording(Workspace):
+    """A workspace without responses that records the priority of each request."""
+
+    def __init__(self) -> None:
+        super().__init__(Azure({}), WORKSPACE, None, Budget(100.0, 1))
+        self.priorities: list[Priority] = []
+
+    async def ask(self, call: Any, priority: Priority) -> Any:
+        self.priorities.append(priority)
+        raise TransientError("no response")
+
+
+def test_only_the_requests_of_a_submit_are_as_urgent_as_a_submit() -> None:
+    spec = profile({"computes": ["*"]})
+    assert spec.azureml is not None
+    job, named = made_job(**JOB), JobProfile("default", spec, spec.azureml)
+    workspace, computes = Recording(), Computes()
+
+    async def work() -> None:
+        assert await computes.problems_in_time(workspace, job, named, 20.0) == []
+        with pytest.raises(TransientError):
+            await computes.refuse_unchecked(job.metadata.uid, lambda job: (workspace, named))
+
+    asyncio.run(work())
+    assert workspace.priorities == [Priority.CHECK, Priority.WRITE]

@@ -346,6 +346,16 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
     assert says in found.message
 
 
+def test_a_namespace_that_may_not_use_a_profile_sees_no_value_of_it() -> None:
+    asked = {"topology__nodes": 8, "training__globalBatchSize": 8, "output__uri": "pvc://other/x"}
+    asked |= {"backend__kubernetes__serviceAccountName": "root", "topology__instanceType": "big"}
+    (found,) = limited().validate(job(**{**JOB, **asked, "metadata.namespace": "other"}))
+    assert str(found) == (
+        "spec.backend.kubernetes.profile default may not be used in namespace other; name another "
+        "profile, or have the namespace added to its allow.namespaces"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "value", "says"),
     [
