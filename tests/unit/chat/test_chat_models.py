@@ -48,7 +48,9 @@ def responses(trained: Path, base: ModelConfig | None, **options: Any) -> dict[s
     for voice in models.voices:
         out = io.StringIO()
         alone = type(models)([voice], models.tokenizer, models.stops)
-        Conversation(alone, Screen(out), lambda: False, max_new_tokens=48).ask(QUESTION)
+        conversation = Conversation(alone, Screen(out), lambda: False, max_new_tokens=48)
+        conversation.prepare()
+        conversation.ask(QUESTION)
         found[voice.name] = out.getvalue().removeprefix(f"{voice.name}: ").removesuffix("\n")
     return found
 

@@ -45,6 +45,7 @@ def conversation(models: Models, **options: Any) -> tuple[Conversation, io.Strin
 
 def test_each_model_continues_its_own_history(pair: Models) -> None:
     talk, out = conversation(pair)
+    talk.prepare()
     for question in QUESTIONS:
         talk.ask(question)
 

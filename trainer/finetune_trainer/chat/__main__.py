@@ -119,6 +119,7 @@ def _converse(config: ChatConfig) -> int:
         system=config.system,
     )
     conversation.check_system()
+    conversation.prepare()
     if models.tokenizer.chat_template is None:
         note("the model has no chat template: it continues each text")
     if config.prompts or not sys.stdin.isatty():
