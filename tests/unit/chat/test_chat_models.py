@@ -62,6 +62,7 @@ def responses(trained: Path, base: ModelConfig | None, **options: Any) -> dict[s
         pytest.param("lora", "adapter", ("<|tool|>",), id="adapter with added tokens"),
         pytest.param("lora", "merged", ("<|tool|>",), id="merged with added tokens"),
         pytest.param("full", "merged", (), id="full"),
+        pytest.param("bf16", "adapter", (), id="adapter in bf16"),
         pytest.param("nf4", "adapter", (), id="adapter of a base in nf4"),
         pytest.param("int8", "adapter", (), id="adapter of a base in int8"),
         pytest.param("nf4", "merged", (), id="merged into a base in nf4"),
@@ -70,11 +71,14 @@ def responses(trained: Path, base: ModelConfig | None, **options: Any) -> dict[s
 def test_both_models_respond_as_in_the_run(
     base: Path, tmp_path: Path, method: str, wanted: str, tokens: tuple[str, ...]
 ) -> None:
-    is_quantised = method in ("nf4", "int8")
     config = export_config(
-        base, tmp_path / "output", method="lora" if is_quantised else method, format=wanted
+        base,
+        tmp_path / "output",
+        method="full" if method == "full" else "lora",
+        format=wanted,
+        precision="bf16" if method == "bf16" else "fp32",
     )
-    if is_quantised:
+    if method in ("nf4", "int8"):
         qlora = MethodConfig(type="qlora", quantization=method, lora=LoraSettings(r=4))
         config = config.model_copy(update={"method": qlora})
     model_config = config.model.model_copy(update={"add_tokens": tokens})

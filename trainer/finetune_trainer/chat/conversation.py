@@ -140,8 +140,8 @@ class Conversation:
     def prepare(self) -> None:
         """Compute the beginning that the template gives to all prompts, before the first question.
 
-        A CPU needs several times as long for a prompt as for a token. In 16 bits and on a GPU the
-        first prompt is computed at once, as in the run, because rounding depends on the division.
+        A CPU needs several times as long for a prompt as for a token. Elsewhere, and with fewer
+        than 32 bits, the first prompt is computed at once, so that it is rounded as in the run.
         """
         if self.models.tokenizer.chat_template is None:
             return
@@ -149,8 +149,7 @@ class Conversation:
         tokens: list[int] = first["input_ids"][0].tolist()
         shared = _common_length(tokens, second["input_ids"][0].tolist())
         for voice in self.models.voices:
-            weight = next(voice.model.parameters())
-            if shared and weight.device.type == "cpu" and weight.element_size() >= 4:
+            if shared and voice.is_precise_on_cpu:
                 beginning = type(first)({name: one[:, :shared] for name, one in first.items()})
                 with voice.active():
                     cache = self._generate(voice, beginning, max_new_tokens=1).cache

@@ -47,6 +47,7 @@ class Voice:
         active: Returns the context in which the model has the weights of this voice.
         context: Largest number of tokens of a conversation; None if unlimited.
         ends: Tokens that end a response.
+        is_precise_on_cpu: Whether a CPU computes in at least 32 bits.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Voice:
     active: Callable[[], AbstractContextManager[Any]]
     context: int | None
     ends: Collection[int]
+    is_precise_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,14 @@ def _voice(
     stops: Sequence[int],
     active: Callable[[], AbstractContextManager[Any]],
 ) -> Voice:
+    base, weight = base_of(model), next(model.parameters())
     ends = with_stops(own_end_ids(model), stops)
-    context = getattr(base_of(model).config.get_text_config(), "max_position_embeddings", None)
-    return Voice(name, model, active, context, {*ends} if isinstance(ends, list) else {ends or 0})
+    is_quantised = hasattr(base.config, "quantization_config")
+    return Voice(
+        name,
+        model,
+        active,
+        context=getattr(base.config.get_text_config(), "max_position_embeddings", None),
+        ends={*ends} if isinstance(ends, list) else {ends} - {None},
+        is_precise_on_cpu=weight.is_cpu and weight.element_size() >= 4 and not is_quantised,
+    )
