@@ -162,6 +162,6 @@ def _voice(
         model,
         active,
         context=getattr(base.config.get_text_config(), "max_position_embeddings", None),
-        ends={*ends} if isinstance(ends, list) else {ends} - {None},
+        ends=ends if isinstance(ends, list) else [] if ends is None else [ends],
         is_precise_on_cpu=weight.is_cpu and weight.element_size() >= 4 and not is_quantised,
     )
