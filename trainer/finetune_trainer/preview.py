@@ -26,6 +26,7 @@ from finetune_trainer.data.special import common_length
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.model.load import load_tokenizer
 from finetune_trainer.model.vocabulary import refuse_unknown_tokens
+from finetune_trainer.schedule import few_steps_warning
 from finetune_trainer.unused_packages import hide_torch
 
 
@@ -51,9 +52,9 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     [text, is_label] pairs), `tokens`, `label_tokens`, `row_tokens` (before cutting), `is_cut`
     (`row_tokens` is only a lower bound), `truncated`, `sequences` (more than 1 if the row was split
     or its turns become separate rows; 0 if it has no label token and is skipped). The summary has
-    `report` and `eval_report`, DataReport as JSON, `total_steps` and `max_seq_len`. The whole data
-    set is tokenised, into the cache that the run will use. `unread_columns` of the summary are the
-    columns of these rows that the format does not read.
+    `report` and `eval_report`, DataReport as JSON, `total_steps`, `max_seq_len`, `warnings` about
+    the run, and `unread_columns`, the columns of these rows that the format does not read. The
+    whole data set is tokenised, into the cache that the run will use.
 
     Raises:
         TrainerError: the error that the run itself would stop with.
@@ -85,10 +86,12 @@ def preview(config: TrainConfig, num_rows: int) -> Iterator[dict[str, Any]]:
     held_out = prepare(data, data.held_out, tokenizer, name="eval") if data.held_out else None
     refuse_unknown_tokens(config.model, tokenizer, dataset, held_out)
     plan = DataPlan.of(dataset, config)
+    few_steps = few_steps_warning(config.training, plan.total_steps)
     summary: dict[str, Any] = {
         "report": plan.report(dataset.report).model_dump(mode="json", by_alias=True),
         "total_steps": plan.total_steps,
         "max_seq_len": data.max_seq_len,
+        "warnings": [few_steps] if few_steps else [],
         "unread_columns": list(
             dict.fromkeys(
                 name for row in first for name in unread_columns(row, data.format, data.columns)

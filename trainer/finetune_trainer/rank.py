@@ -66,7 +66,7 @@ from finetune_trainer.preemption import watch_scheduled_events
 from finetune_trainer.profiling import record_memory_history
 from finetune_trainer.refusals import Refusals
 from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
-from finetune_trainer.schedule import warmup_warning
+from finetune_trainer.schedule import few_steps_warning, warmup_warning
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
     create,
@@ -282,6 +282,7 @@ def _report_data(
     telemetry.plan(plan.total_steps)
     of_rows = [sentence for report in reports if report for sentence in report.warnings]
     of_run = (
+        few_steps_warning(config.training, plan.total_steps),
         warmup_warning(config.training, plan.total_steps),
         single_process_warning(config),
         emulation_warning(config, torch.cpu.get_capabilities()),

@@ -2,7 +2,7 @@
 
 import math
 
-from finetune_trainer.config import TrainingConfig
+from finetune_trainer.config import FEW_STEPS, TrainingConfig
 
 
 def learning_rate(training: TrainingConfig, step: int, total_steps: int) -> float:
@@ -31,6 +31,20 @@ def warmup_warning(training: TrainingConfig, total_steps: int) -> str | None:
         f"spec.training.warmup {training.warmup:g} takes all {total_steps} steps, so the learning "
         f"rate only rises, to {100 * total_steps / steps:.1f} % of spec.training.learningRate; "
         "lower it or train longer"
+    )
+
+
+def few_steps_warning(training: TrainingConfig, total_steps: int) -> str | None:
+    """Return a warning if the epochs of a run give fewer than 10 optimizer steps, else None.
+
+    A run whose manifest sets `maxSteps` has as many steps as its author wants.
+    """
+    if training.epochs is None or total_steps >= FEW_STEPS:
+        return None
+    steps = f"{total_steps} optimizer step{'s' * (total_steps > 1)}"
+    return (
+        f"the whole run has {steps}, which change the model little; lower "
+        "spec.training.globalBatchSize or spec.training.maxSeqLength, or raise spec.training.epochs"
     )
 
 

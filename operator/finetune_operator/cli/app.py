@@ -18,6 +18,7 @@ from finetune_operator.errors import FineTuneError
 from finetune_operator.extras import sentence
 
 COMMANDS = {
+    "init": "Write a manifest for a model and a data set.",
     "run": "Run a job on this machine and follow it.",
     "dev": "Serve a Kubernetes API with the operator on this machine.",
     "chat": "Converse with the base model and the trained one.",

@@ -3,12 +3,6 @@
 The trainer's code prepares the rows in a separate process; `ftctl` never imports the trainer.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,15 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune_operator.api.paths import show_count
-from finetune_operator.backends.base import Attempt, Request
-from finetune_operator.backends.local.environment import without_current_folder
+from finetune_operator.cli.hub import without_silent_hub
 from finetune_operator.cli.target import BackendOption, FileArgument, open_target
-from finetune_operator.errors import FineTuneError
-from finetune_trainer.config import DataReport, TrainConfig
+from finetune_operator.cli.trainer_process import PREVIEW, config_of, trainer_lines
+from finetune_trainer.config import DataReport
 
 _READ = ("spec.backend.type", "spec.model", "spec.dataset")
-# -P prevents the import of a torch.py beside the manifest.
-PREVIEW_COMMAND = (sys.executable, "-P", "-m", "finetune_trainer.preview")
 
 
 def preview(
@@ -36,52 +27,18 @@ def preview(
 
     Label tokens, which the loss is computed on, are green on a terminal and in [[ ]] elsewhere.
     """
-    target = open_target(file, backend, runs_here=True)
+    target = without_silent_hub(open_target(file, backend, runs_here=True))
     # Other problems do not matter: a preview reads these inputs, writes a cache, and never trains.
     found = target.backend.check_inputs(target.job)
     target.refuse(one for one in found if not one.path or one.path.startswith(_READ))
-    config = _config_of(target.backend.render(target.plan, Attempt(number=1)))
     console = Console(highlight=False, soft_wrap=True)
-    for line in _prepared(config, rows):
+    config, environ = config_of(target), target.context.environ
+    for line in trainer_lines(PREVIEW, config, environ, "--rows", str(rows)):
         if "report" in line:
             for sentence in _summary(line, config.data.eval_share):
                 console.print(sentence)
         else:
             console.print(_row(line, is_terminal=console.is_terminal))
-
-
-def _config_of(request: Request) -> TrainConfig:
-    """Extract the trainer's configuration from a request of the local backend."""
-    files = {thing["path"]: thing["content"] for thing in request.objects if "content" in thing}
-    [config] = [content for path, content in files.items() if Path(path).name == "config.json"]
-    return TrainConfig.model_validate(config)
-
-
-def _prepared(config: TrainConfig, rows: int) -> list[dict[str, Any]]:
-    """Run the trainer's preview of `rows` rows, and return its output.
-
-    Raises:
-        FineTuneError: the trainer has refused; the message is the trainer's.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(config.to_json(), encoding="utf-8")
-        done = subprocess.run(
-            [*PREVIEW_COMMAND, str(path), "--rows", str(rows)],
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env=without_current_folder({**os.environ, "TOKENIZERS_PARALLELISM": "false"}),
-        )
-    lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
-    for line in lines:
-        if "error" in line:
-            raise FineTuneError(line["error"])
-    if done.returncode:
-        raise FineTuneError(
-            f"the trainer's preview ended with exit code {done.returncode}; see its output above"
-        )
-    return lines
 
 
 def _row(line: dict[str, Any], *, is_terminal: bool) -> Text:
@@ -122,7 +79,8 @@ def _summary(line: dict[str, Any], eval_share: float | None) -> list[str]:
     reports = [
         DataReport.model_validate(line[key]) for key in ("report", "eval_report") if key in line
     ]
-    sentences += [f"warning: {warning}" for report in reports for warning in report.warnings]
+    warnings = [*(one for report in reports for one in report.warnings), *line["warnings"]]
+    sentences += [f"warning: {warning}" for warning in warnings]
     return sentences
 
 

@@ -19,6 +19,7 @@ from finetune_operator.api.validation import check_start
 from finetune_operator.backends.base import Observation
 from finetune_operator.backends.local.run_folder import RunFolder
 from finetune_operator.cli.conclusion import EXIT_STOPPED, conclude
+from finetune_operator.cli.hub import without_silent_hub
 from finetune_operator.cli.live import LiveScreen
 from finetune_operator.cli.plain import PlainScreen
 from finetune_operator.cli.run_ending import LeftRunningError
@@ -58,7 +59,7 @@ def run(
     reader of the output has closed it: the job continues.
     """
     start = time.monotonic()
-    target = open_target(file, backend, runs_here=True, profile=profile)
+    target = without_silent_hub(open_target(file, backend, runs_here=True, profile=profile))
     target.refuse(target.backend.check_inputs(target.job))
     if fresh:
         target.refuse_fresh()

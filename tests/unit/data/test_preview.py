@@ -95,6 +95,8 @@ def test_rows_are_shown_in_pieces_and_the_report_follows(
     assert summary["report"]["truncatedRows"] == 1
     assert summary["report"]["packs"] >= 1
     assert summary["total_steps"] >= 1
+    [warning] = summary["warnings"]
+    assert warning.startswith(f"the whole run has {summary['total_steps']} optimizer step")
 
 
 def test_rows_that_a_share_holds_out_are_counted_and_not_shown(

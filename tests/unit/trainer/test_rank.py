@@ -87,11 +87,13 @@ def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model:
     assert not output.exists()
 
 
-def test_a_warm_up_over_all_steps_is_told(tmp_path: Path, model: Path) -> None:
-    training = {"global_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3, "warmup": 500}
+def test_a_warm_up_over_all_steps_and_few_steps_are_warnings(tmp_path: Path, model: Path) -> None:
+    training = {"global_batch_size": 99, "max_steps": None, "epochs": 2}
+    training |= {"learning_rate": 1e-3, "warmup": 500}
     telemetry = train(config(tmp_path, model, training=training))
-    [warning] = [text for text in telemetry.progress.warnings if "warmup" in text]
-    assert warning.startswith("spec.training.warmup 500 takes all 2 steps")
+    few, warmup = (text for text in telemetry.progress.warnings if " step" in text)
+    assert few.startswith("the whole run has 1 optimizer step, which change")
+    assert warmup.startswith("spec.training.warmup 500 takes all 1 steps")
     assert telemetry.progress.phase is Phase.DONE
 
 

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from finetune_trainer.config import TrainingConfig
-from finetune_trainer.schedule import learning_rate, warmup_warning
+from finetune_trainer.schedule import few_steps_warning, learning_rate, warmup_warning
 
 
 def rates(total=10, **settings):
@@ -54,3 +54,18 @@ def test_a_warm_up_that_takes_all_steps_is_worth_a_warning(warmup, total, part):
     )
     warning = warmup_warning(training, total)
     assert (warning is None) if part is None else re.search(part, warning or "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "total", "part"),
+    [
+        pytest.param({"epochs": 3}, 1, "the whole run has 1 optimizer step, which", id="one step"),
+        pytest.param({"epochs": 3}, 9, "has 9 optimizer steps, which", id="few steps"),
+        pytest.param({"epochs": 3}, 10, None, id="enough steps"),
+        pytest.param({"max_steps": 2}, 2, None, id="as many as the manifest sets"),
+    ],
+)
+def test_few_steps_of_all_epochs_are_worth_a_warning(limits, total, part):
+    training = TrainingConfig(global_batch_size=1, learning_rate=1.0, **limits)
+    warning = few_steps_warning(training, total)
+    assert (warning is None) if part is None else part in (warning or "")

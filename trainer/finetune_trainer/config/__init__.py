@@ -20,6 +20,10 @@ from finetune_trainer.config.inputs import LongRows as LongRows
 from finetune_trainer.config.inputs import ModelConfig as ModelConfig
 from finetune_trainer.config.inputs import data_suffix as data_suffix
 from finetune_trainer.config.inputs import is_data_file as is_data_file
+from finetune_trainer.config.inspection import PERCENT as PERCENT
+from finetune_trainer.config.inspection import Inspection as Inspection
+from finetune_trainer.config.inspection import InspectionRequest as InspectionRequest
+from finetune_trainer.config.inspection import RowLengths as RowLengths
 from finetune_trainer.config.packed import ENV_TRAIN_CONFIG as ENV_TRAIN_CONFIG
 from finetune_trainer.config.packed import pack as pack
 from finetune_trainer.config.packed import unpack as unpack
@@ -59,6 +63,7 @@ from finetune_trainer.config.train import StrategyConfig as StrategyConfig
 from finetune_trainer.config.train import TelemetryConfig as TelemetryConfig
 from finetune_trainer.config.train import TrainConfig as TrainConfig
 from finetune_trainer.config.train import WorldConfig as WorldConfig
+from finetune_trainer.config.training import FEW_STEPS as FEW_STEPS
 from finetune_trainer.config.training import EarlyStopping as EarlyStopping
 from finetune_trainer.config.training import LoraSettings as LoraSettings
 from finetune_trainer.config.training import MethodConfig as MethodConfig

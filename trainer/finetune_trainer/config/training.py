@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from finetune_trainer.config.contract_model import ContractModel
 
+FEW_STEPS = 10
+"""A run with fewer optimizer steps gets a warning."""
+
 
 class LoraSettings(ContractModel):
     """Low-rank adapters (arXiv:2106.09685): W + (alpha / r) B A."""

@@ -1,7 +1,7 @@
 """Find the files of a data folder, and refuse a folder that mixes sets of rows.
 
-Called by `source`. A folder is read as one split, because a manifest names the rows to train on and
-the held-out rows separately. Words for splits follow the hub, with a few more.
+Called by `source` and `inspection`. A folder is read as one split, because a manifest names the
+rows to train on and the held-out rows separately. Words for splits follow the hub, with a few more.
 """
 
 import json
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from finetune_trainer.config import DATA_SUFFIXES, data_suffix, is_data_file
+from finetune_trainer.config import COMPRESSIONS, DATA_SUFFIXES, data_suffix, is_data_file
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import DataError
 
@@ -50,6 +50,61 @@ def files_of(folder: Path, field: str, rules: Rules) -> list[Path]:
         _refuse_foreign(folder, files, field)
         _refuse_splits(folder, files, entries, field)
     return files
+
+
+def split_folder(folder: Path, field: str) -> tuple[Path, Path | None]:
+    """Return where the rows to train on and the held-out rows of a folder are.
+
+    The names of files or folders give their splits; validation is preferred to test. A folder with
+    a single split is returned itself.
+
+    Args:
+        folder: Folder that the user names.
+        field: Option or field that names it; messages begin with it.
+
+    Raises:
+        DataError: a split consists of several files, so no path names it, or the files have
+            different types.
+    """
+    entries = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
+    groups: dict[str, list[Path]] = {}
+    for entry in entries:
+        if entry.is_file() and is_data_file(entry.name) and _stem(entry).lower() not in FOREIGN:
+            groups.setdefault(_split(_stem(entry)) or "train", []).append(entry)
+    if not groups:
+        for entry in entries:
+            split = _split(entry.name)
+            if split and entry.is_dir() and _data_files(entry):
+                groups.setdefault(split, []).append(entry)
+        if "train" not in groups:
+            return folder, None
+    if len(groups) <= 1 and all(one.is_file() for group in groups.values() for one in group):
+        files = [one for group in groups.values() for one in group]
+        kinds = sorted({_kind(one) for one in files})
+        if len(kinds) > 1:
+            raise DataError(
+                f"{field} {folder} holds {' and '.join(kinds)} files ({_names(files)}); name a "
+                "file, or a folder with files of one type"
+            )
+        return folder, None
+    train = groups.get("train", [])
+    held_out = groups.get("validation") or groups.get("test") or []
+    crowded = [group for group in (train, held_out) if len(group) > 1]
+    if crowded or not train:
+        raise DataError(
+            f"{field} {folder} holds several splits ({'; '.join(map(_names, groups.values()))}), "
+            "and no single file of rows to train on; move the files of each split into a folder "
+            "of its own, such as train/ and validation/"
+        )
+    return train[0], next(iter(held_out), None)
+
+
+def _kind(file: Path) -> str:
+    """Return the suffix of a data file without its compression."""
+    suffix = data_suffix(file.name) or ""
+    return next(
+        one for one in DATA_SUFFIXES if suffix in (one, *(one + end for end in COMPRESSIONS))
+    )
 
 
 def _refuse_saved(folder: Path, entries: list[Path], field: str) -> None:

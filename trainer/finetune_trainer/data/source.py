@@ -114,6 +114,17 @@ class FileRows:
                 reason = error.strerror or error
                 raise DataError(f"{self.field} {file} cannot be read: {reason}") from error
 
+    def count(self) -> int:
+        """Return the number of rows, for CSV and JSON from the number of lines.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        try:
+            return sum(_count(file) for file in self.files)
+        except _MalformedError as error:
+            raise DataError(f"{self.field} {error}") from error
+
     def fingerprint(self) -> str:
         """Return a hash of the bytes of all files."""
         digest = hashlib.sha256()
@@ -160,6 +171,10 @@ class HubRows:
             where = f"{self.name} split {self._split} row {number}"
             yield _row(where, _without_nulls(values))
 
+    def count(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
     def fingerprint(self) -> str:
         """Return the fingerprint that `datasets` gives this split."""
         return f"hub:{self._rows._fingerprint}"
@@ -177,6 +192,16 @@ def _read(file: Path) -> Iterator[Row]:
     if kind.startswith(".json") and not kind.startswith(".jsonl") and _is_array(file):
         return _array_rows(file)
     return _line_rows(file)
+
+
+def _count(file: Path) -> int:
+    """Return the number of rows of a Parquet file, or of lines of another file."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+    with _opened(file) as content:
+        return sum(piece.count(b"\n") for piece in iter(lambda: content.read(1 << 20), b""))
 
 
 @contextmanager

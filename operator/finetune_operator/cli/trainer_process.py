@@ -1,0 +1,59 @@
+"""Run a module of the trainer that prints JSON lines, for `ftctl preview` and `ftctl init`.
+
+The trainer's code reads models and rows in a separate process; `ftctl` never imports it.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.backends.base import Attempt
+from finetune_operator.backends.local.environment import without_current_folder
+from finetune_operator.cli.target import Target
+from finetune_operator.errors import FineTuneError
+from finetune_trainer.config import ContractModel, TrainConfig
+
+PREVIEW = "finetune_trainer.preview"
+INSPECTION = "finetune_trainer.inspection"
+
+
+def config_of(target: Target) -> TrainConfig:
+    """Return the trainer's configuration of a job of the local backend."""
+    request = target.backend.render(target.plan, Attempt(number=1))
+    files = {thing["path"]: thing["content"] for thing in request.objects if "content" in thing}
+    [config] = [content for path, content in files.items() if Path(path).name == "config.json"]
+    return TrainConfig.model_validate(config)
+
+
+def trainer_lines(
+    module: str, request: ContractModel, environ: Mapping[str, str], *arguments: str
+) -> list[dict[str, Any]]:
+    """Run a module of the trainer on a request, and return the objects that it prints.
+
+    Raises:
+        FineTuneError: the trainer has refused; the message is the trainer's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(request.to_json(), encoding="utf-8")
+        done = subprocess.run(
+            # -P prevents the import of a torch.py beside the manifest.
+            [sys.executable, "-P", "-m", module, str(path), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=without_current_folder({**environ, "TOKENIZERS_PARALLELISM": "false"}),
+        )
+    lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
+    for line in lines:
+        if "error" in line:
+            raise FineTuneError(line["error"])
+    if done.returncode:
+        raise FineTuneError(
+            f"{module} ended with exit code {done.returncode}; see its output above"
+        )
+    return lines
