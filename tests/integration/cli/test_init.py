@@ -1,4 +1,4 @@
-"""`ftctl init`, then `preview` and `run`, as a user calls them."""
+"""Call `ftctl init`, `preview` and `run` like a user."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def ftctl(
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     tiny_model(folder / "model")
-    rows = [{"question": f"What is {n} plus {n}?", "answer": f"{2 * n}."} for n in range(50)]
+    rows = [{"question": f"What is {n} plus {n}?", "reply": f"{2 * n}."} for n in range(50)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -62,7 +62,7 @@ def test_a_manifest_is_written_previewed_and_run(project: Path) -> None:
     assert not imported & HEAVY
     text = (project / "job.yaml").read_text()
     assert "source: file://./rows.jsonl" in text
-    assert "columns: {prompt: question, completion: answer}" in text
+    assert "columns: {prompt: question, completion: reply}" in text
 
     tokens = cached(project)
     assert len(tokens) == 3  # both sides of evalShare

@@ -13,7 +13,7 @@ from finetune_trainer.preview import preview
 def ask_here(
     module: str, request: ContractModel, environ: Mapping[str, str], *arguments: str
 ) -> list[dict[str, Any]]:
-    """Return what the module of the trainer would print, as `trainer_lines` does."""
+    """Return the objects that the module of the trainer would print, like `trainer_lines`."""
     try:
         if isinstance(request, InspectionRequest):
             return [inspect(request).model_dump(mode="json", by_alias=True)]

@@ -88,8 +88,8 @@ def test_a_job_never_finishes_with_the_weights_of_another(tmp_path: Path, model:
 
 
 def test_a_warm_up_over_all_steps_and_few_steps_are_warnings(tmp_path: Path, model: Path) -> None:
-    training = {"global_batch_size": 99, "max_steps": None, "epochs": 2}
-    training |= {"learning_rate": 1e-3, "warmup": 500}
+    training = {"global_batch_size": 99, "max_steps": None, "epochs": 2, "learning_rate": 1e-3}
+    training["warmup"] = 500
     telemetry = train(config(tmp_path, model, training=training))
     few, warmup = (text for text in telemetry.progress.warnings if " step" in text)
     assert few.startswith("the whole run has 1 optimizer step, which change")
