@@ -32,6 +32,7 @@ from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
 from finetune_operator.backends.kubernetes.kueue import Kueue
 from finetune_operator.backends.kubernetes.log_tail import LogTails
+from finetune_operator.backends.kubernetes.partial_gangs import PartialGangs
 from finetune_operator.backends.kubernetes.pod_logs import read_log
 from finetune_operator.backends.kubernetes.predecessors import end_earlier, make_way
 from finetune_operator.backends.kubernetes.progress import ProgressReader
@@ -63,6 +64,7 @@ class LiveAttempts:
         self._warnings = WarningEvents()
         self._now = now
         self._kueue = Kueue()
+        self._partial = PartialGangs(now)
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
@@ -120,6 +122,8 @@ class LiveAttempts:
             await self._log_tails.keep(self._children, name, batch_job, there)
         if batch_job is not None:
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
+        if seen.phase is not AttemptPhase.PENDING:
+            self._partial.forget(handle.uid)
         if seen.all_gone:
             self._forget(handle.uid)
         elif batch_job is not None and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
@@ -207,7 +211,7 @@ class LiveAttempts:
     async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
     ) -> Observation:
-        """Complete the obstacle of a gang whose own objects show none, or only a queue."""
+        """Complete the obstacle of a pending gang, and let it give way to an older gang."""
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
         obstacle, waits = seen.obstacle, [seen.requeue_seconds]
         if obstacle is not None and obstacle.effect is Effect.QUEUED:
@@ -219,8 +223,10 @@ class LiveAttempts:
         if obstacle is None:
             obstacle, again = silent_component(batch_job, pods, self._now())
             waits.append(again)
-        left = [one for one in waits if one is not None]
-        return replace(seen, obstacle=obstacle, requeue_seconds=min(left, default=None))
+        gives_up, again = self._partial.observe(name, batch_job, pods)
+        left = [one for one in (*waits, again) if one is not None]
+        again = min(left, default=None)
+        return replace(seen, obstacle=obstacle, gives_up=gives_up, requeue_seconds=again)
 
     def _open(self, job_uid: str, uid: str) -> None:
         self._of_job[job_uid].add(uid)
@@ -230,6 +236,7 @@ class LiveAttempts:
         """Drop the in-memory state of the attempts of a finished or deleted job."""
         for uid in self._of_job.pop(job_uid, ()):
             self._forget(uid)
+        self._partial.forget_job(job_uid)
 
     def _forget(self, uid: str) -> None:
         self._progress.forget(uid)
@@ -239,3 +246,4 @@ class LiveAttempts:
         self._canceller.forget(uid)
         self._log_tails.forget(uid)
         self._ended.forget(uid)
+        self._partial.forget(uid)
