@@ -5,14 +5,15 @@ is queued again afterwards; a key that is added right after its reconcile is que
 delay, because one change of a gang causes many events. An urgent key overtakes keys that were added
 up to HEAD_START_SECONDS before it, so neither kind waits without a bound. Keys of one group, such
 as the jobs of a backend, get at most their share of the workers; meanwhile keys of other groups
-overtake them. The queue belongs to one event loop and uses its clock. Its methods have the names of
-client-go's work queue.
+overtake them. Inside a group the namespaces take turns, so the backlog of one namespace delays a
+key of another by at most one key for each namespace that waits. The queue belongs to one event loop
+and uses its clock. Its methods have the names of client-go's work queue.
 """
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from finetune_operator.kernel.backoff import Backoff
@@ -40,27 +41,62 @@ AT_ONCE = Result(0.0)
 
 
 @dataclass(eq=False)
-class _Group:
-    """Keys of one group.
+class _Waits:
+    """Queued keys of one namespace.
 
     Attributes:
         urgent: Urgent keys and when each was queued, in the order of processing.
         ready: All other queued keys, likewise.
-        taken: Keys that workers process, and since when.
-        open_since: Time when the group last used its whole share of the workers.
     """
 
     urgent: dict[Key, float] = field(default_factory=dict)
     ready: dict[Key, float] = field(default_factory=dict)
+
+    def first(self) -> tuple[float, Key]:
+        """Return the next key and the time that orders it among keys of other groups."""
+        kinds = ((self.urgent, HEAD_START_SECONDS), (self.ready, 0.0))
+        heads = [(next(iter(waits.items())), head_start) for waits, head_start in kinds if waits]
+        return min(
+            ((since - head_start, key) for (key, since), head_start in heads),
+            key=lambda head: head[0],
+        )
+
+    def oldest(self) -> float:
+        """Return the time when the oldest key was queued."""
+        return min(next(iter(waits.values())) for waits in (self.urgent, self.ready) if waits)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Keys of one group.
+
+    Attributes:
+        waits: Queued keys by namespace; the next turn is that of the first namespace.
+        taken: Keys that workers process, and since when.
+        open_since: Time when the group last used its whole share of the workers.
+    """
+
+    waits: dict[str, _Waits] = field(default_factory=dict)
     taken: dict[Key, float] = field(default_factory=dict)
     open_since: float = -math.inf
 
-    def first(self) -> Iterator[tuple[float, Key]]:
-        """Yield the first urgent and the first other key; the smaller number goes first."""
-        for waits, head_start in ((self.urgent, HEAD_START_SECONDS), (self.ready, 0.0)):
-            if waits:
-                key, since = next(iter(waits.items()))
-                yield since - head_start, key
+    def put(self, key: Key, now: float, *, is_urgent: bool) -> None:
+        """Queue a key."""
+        waits = self.waits.setdefault(key.namespace, _Waits())
+        (waits.urgent if is_urgent else waits.ready)[key] = now
+
+    def take(self, key: Key, now: float) -> None:
+        """Give a queued key to a worker; the next turn of its namespace is after all others."""
+        waits = self.waits.pop(key.namespace)
+        waits.urgent.pop(key, None)
+        waits.ready.pop(key, None)
+        if waits.urgent or waits.ready:
+            self.waits[key.namespace] = waits
+        self.taken[key] = now
+
+    def first(self) -> tuple[float, Key] | None:
+        """Return the next key and the time that orders it among groups; None without a key."""
+        return next(iter(self.waits.values())).first() if self.waits else None
 
 
 class WorkQueue:
@@ -115,8 +151,8 @@ class WorkQueue:
         for group in self._groups.values():
             since += group.taken.values()
             if not self._is_full(group):
-                waits = (*group.urgent.values(), *group.ready.values())
-                since.append(max(min(waits, default=now), group.open_since))
+                oldest = min((waits.oldest() for waits in group.waits.values()), default=now)
+                since.append(max(oldest, group.open_since))
         return now - min(since)
 
     def add(self, key: Key) -> None:
@@ -150,10 +186,8 @@ class WorkQueue:
             await turn
         key, group = item
         self._waiting.discard(key)
-        group.urgent.pop(key, None)
-        group.ready.pop(key, None)
         self._taken[key] = group
-        group.taken[key] = self._loop.time()
+        group.take(key, self._loop.time())
         self._stop_timer(key)
         self._woken.discard(key)
         if (timer := self._coalescing.pop(key, None)) is not None:
@@ -202,8 +236,7 @@ class WorkQueue:
         if key not in self._waiting and key not in self._taken:
             group = self._groups.setdefault(self._group_of(key), _Group())
             self._waiting.add(key)
-            waits = group.urgent if self._is_urgent(key) else group.ready
-            waits[key] = self._loop.time()
+            group.put(key, self._loop.time(), is_urgent=self._is_urgent(key))
             if not self._is_full(group):
                 self._call_worker()
 
@@ -213,7 +246,7 @@ class WorkQueue:
     def _next(self) -> tuple[Key, _Group] | None:
         """Return the next key and its group; None if no key may be processed now."""
         groups = (group for group in self._groups.values() if not self._is_full(group))
-        waiting = [(turn, key, group) for group in groups for turn, key in group.first()]
+        waiting = [(*first, group) for group in groups if (first := group.first()) is not None]
         if not waiting:
             return None
         _, key, group = min(waiting, key=lambda candidate: candidate[0])
@@ -232,7 +265,7 @@ class WorkQueue:
         if self._is_full(group):
             group.open_since = self._loop.time()
         del group.taken[key]
-        if group.urgent or group.ready:
+        if group.waits:
             self._call_worker()
         if self._coalesce_seconds:
             self._coalescing[key] = self._loop.call_later(

@@ -376,3 +376,51 @@ def test_a_key_whose_group_changed_while_it_was_processed_is_in_one_hand() -> No
         made.done(A)
 
     run(work())
+
+
+def in_namespaces(*counts: tuple[str, str, int]) -> list[Key]:
+    """Return so many keys of each namespace, whose names start alike."""
+    return [Key(place, f"{name}-{n}") for place, name, count in counts for n in range(count)]
+
+
+def test_the_backlog_of_one_namespace_delays_no_key_of_another() -> None:
+    async def work() -> list[Key]:
+        queued = urgent_queue()
+        for key in in_namespaces(("a", "old", 10_000), ("a", "new", 5000)):
+            queued.add(key)
+        await asyncio.sleep(60)  # beyond the head start of urgent keys
+        taken = [await queued.get()]
+        for key in in_namespaces(("b", "x", 2), ("c", "new", 1)):
+            queued.add(key)
+        for _ in range(7):
+            taken.append(await queued.get())
+            queued.done(taken[-1])
+        return taken
+
+    places = [key.namespace for key in run(work())]
+    assert places == ["a", "a", "b", "c", "a", "b", "a", "a"]
+
+
+def test_a_namespace_that_comes_back_at_once_takes_no_turn_of_others() -> None:
+    async def work() -> list[str]:
+        queued, taken = queue(), list[str]()
+        for key in in_namespaces(("a", "x", 1), ("b", "x", 20), ("c", "x", 20)):
+            queued.add(key)
+        for _ in range(30):
+            key = await queued.get()
+            queued.done(key)
+            taken.append(key.namespace)
+            queued.add(Key("a", "x-0"))
+        return taken
+
+    assert run(work()) == ["a", "b", "c"] * 10
+
+
+def test_keys_of_a_group_are_not_counted_by_namespace_in_its_share() -> None:
+    async def work() -> list[str]:
+        queued = WorkQueue(Backoff(1.0, 8.0), group_of=lambda key: key.name[0], share=3)
+        for key in in_namespaces(("a", "x", 5), ("b", "x", 5), ("c", "y", 5)):
+            queued.add(key)
+        return [(await queued.get()).namespace for _ in range(6)]
+
+    assert run(work()) == ["a", "b", "a", "c", "c", "c"]
