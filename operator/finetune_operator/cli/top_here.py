@@ -24,7 +24,6 @@ from finetune_operator.cli.top_ranks import NodePage, read_page
 from finetune_operator.cli.top_rows import JobRow, get_in, progress_in, suspects_in
 
 _SECONDS = 2.0
-_PORTS_TRIED = 20  # as the trainer does
 _opener = build_opener(ProxyHandler({}))  # without a proxy: the pages are on this machine
 
 
@@ -155,6 +154,6 @@ def _node(folder: AttemptFolder, rank: int, first_port: int) -> Node:
     name, record = f"node-{rank}", records.read(folder.node(rank), NodeRecord)
     if record is None or not proc.Process(record.pid, record.start_time, record.boot_id).is_alive():
         return Node(name, None)
-    tried = range(first_port, first_port + _PORTS_TRIED)
-    ports = [port for port in ports_below(record.pid) if port in tried]
+    # The page takes the first free port, before the ranks take ports of their own.
+    ports = [port for port in ports_below(record.pid) if port >= first_port]
     return Node(name, f"http://127.0.0.1:{ports[0]}" if ports else None)

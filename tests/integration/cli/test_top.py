@@ -10,11 +10,12 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,22 @@ def top(folder: Path, *words: str, kubeconfig: str | Path = "/nowhere") -> Any:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which a job of two nodes with a process each trains until it is stopped."""
+    """A folder in which a job of two nodes with a process each trains until it is stopped.
+
+    Other programs have taken the first ports for its pages.
+    """
     folder = write_inputs(tmp_path_factory.mktemp("project"))
+    port = free_ports(23)
     made = manifest(
         training={"maxSteps": 1_000_000, "maxSeqLength": 64},
         checkpoint__every_steps=1_000_000,
         topology={"nodes": 2, "processesPerNode": 1},
-        observability__metrics_port=free_ports(2),
+        observability__metrics_port=port,
     )
     (folder / "job.yaml").write_text(yaml.safe_dump(made))
-    with (folder / "run.log").open("w") as log:
+    with ExitStack() as stack, (folder / "run.log").open("w") as log:
+        for taken in range(port, port + 21):
+            stack.enter_context(socket.create_server(("127.0.0.1", taken)))
         run = subprocess.Popen(
             [*FTCTL, "run", "job.yaml"], cwd=folder, env=environment(folder), stdout=log, stderr=log
         )

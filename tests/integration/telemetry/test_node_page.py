@@ -52,8 +52,14 @@ def serve() -> Iterator[Callable[..., NodePage]]:
     """Serve the pages of nodes, each with two ranks from the given one on."""
     with ExitStack() as stack:
 
-        def serve(first_rank: int = 0, port: int | None = None, num_ranks: int = 2) -> NodePage:
-            config = TelemetryConfig(metrics_port=free_ports(1) if port is None else port)
+        def serve(
+            first_rank: int = 0,
+            port: int | None = None,
+            num_ranks: int = 2,
+            host: str = "127.0.0.1",
+        ) -> NodePage:
+            port = free_ports(1) if port is None else port
+            config = TelemetryConfig(metrics_port=port, metrics_host=host)
             return stack.enter_context(node_page(config, first_rank, num_ranks))
 
         yield serve
@@ -220,8 +226,8 @@ def test_a_taken_port_is_a_warning_of_the_first_rank_and_the_next_one_serves(
     tmp_path: Path, serve: Callable[..., NodePage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_ports(2)
-    with socket.create_server(("127.0.0.1", port)):
-        page = serve(port=port)
+    with socket.create_server(("0.0.0.0", port)):
+        page = serve(port=port, host="0.0.0.0")
     first, second = (
         Telemetry(train_config(tmp_path), rank=rank, world_size=2, shared=Shared(page, rank))
         for rank in (0, 1)
@@ -232,7 +238,7 @@ def test_a_taken_port_is_a_warning_of_the_first_rank_and_the_next_one_serves(
     assert ("finetune_train_steps_total", "1") in scrape(page.url)
     (warning,) = first.progress.warnings
     assert warning == (
-        f"spec.observability.metricsPort {port} on 127.0.0.1 cannot be used "
+        f"spec.observability.metricsPort {port} on 0.0.0.0 cannot be used "
         f"(Address already in use); serving on {port + 1} instead"
     )
     assert warning in capsys.readouterr().err
@@ -245,17 +251,31 @@ def test_twenty_taken_ports_are_a_warning_and_training_continues(
     first = free_ports(20)
     with ExitStack() as stack:
         for port in range(first, first + 20):
-            stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        page = serve(port=first)
+            stack.enter_context(socket.create_server(("0.0.0.0", port)))
+        page = serve(port=first, host="0.0.0.0")
     shared = Shared(page, 0)
     telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=1, shared=shared)
     telemetry.step(step(1))
     telemetry.close()
     assert telemetry.progress.metrics_url is None
     assert telemetry.progress.warnings == (
-        f"spec.observability.metricsPort {first} to {first + 19} on 127.0.0.1 cannot be used "
+        f"spec.observability.metricsPort {first} to {first + 19} on 0.0.0.0 cannot be used "
         "(Address already in use); no metrics are served; choose another port",
     )
+
+
+def test_on_this_machine_any_free_port_serves_without_a_warning(
+    tmp_path: Path, serve: Callable[..., NodePage]
+) -> None:
+    first = free_ports(22)
+    with ExitStack() as stack:
+        for port in range(first, first + 21):
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        page = serve(port=first)
+    telemetry = Telemetry(train_config(tmp_path), rank=0, world_size=2, shared=Shared(page, 0))
+    telemetry.close()
+    assert telemetry.progress.metrics_url == f"http://127.0.0.1:{first + 21}/metrics"
+    assert telemetry.progress.warnings == ()
 
 
 def test_port_0_serves_nothing(serve: Callable[..., NodePage]) -> None:

@@ -21,6 +21,7 @@ from finetune_trainer.telemetry.node.process import PageProcess
 from finetune_trainer.telemetry.shared import NodePage, publish_warning
 
 _MEMORY = Path("/dev/shm")
+_LOOPBACK = "127.0.0.1"
 _PORTS_TRIED = 20
 
 
@@ -161,8 +162,13 @@ def _make(folder: Path | None) -> Path:
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket | None, str | None]:
-    """Listen on `port`, or else on the next free one with a warning."""
-    last = min(port + _PORTS_TRIED, 65536)
+    """Listen on `port`, or else on the next free port.
+
+    Only a monitoring system outside of this machine relies on the number: it gets a warning, and
+    the port is one of the next few.
+    """
+    is_local = host == _LOOPBACK
+    last = 65536 if is_local else min(port + _PORTS_TRIED, 65536)
     problems: list[OSError] = []
     for candidate in range(port, last):
         try:
@@ -170,7 +176,7 @@ def _listen(host: str, port: int) -> tuple[socket.socket | None, str | None]:
         except OSError as error:
             problems.append(error)
             continue
-        if not problems:
+        if is_local or not problems:
             return listener, None
         return listener, (
             f"spec.observability.metricsPort {port} on {host} cannot be used "
