@@ -7,6 +7,7 @@ server, which needs the permissions to list pods and to get `pods/proxy`.
 import asyncio
 import json
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from finetune_operator.api.v1alpha1.lifecycle import Observability
 from finetune_operator.api.v1alpha1.topology import backend_name
@@ -16,9 +17,11 @@ from finetune_operator.cli.top_ranks import NodePage, read_page
 from finetune_operator.cli.top_rows import (
     JobRow,
     SuspectRow,
+    age_in,
     count_in,
     get_in,
     progress_in,
+    reason_in,
     suspects_in,
 )
 from finetune_operator.errors import FineTuneError
@@ -81,6 +84,8 @@ def row_of(job: Object) -> JobRow:
         namespace=job["metadata"]["namespace"],
         name=job["metadata"]["name"],
         phase=str(get_in(status, "phase") or "Pending"),
+        reason=reason_in(status),
+        age_seconds=age_in(job["metadata"], datetime.now(UTC)),
         attempt=count_in(status, "attempt") or 0,
         restarts=count_in(status, "restarts", "counted") or 0,
         suspects=suspects_in(get_in(status, "suspects")),

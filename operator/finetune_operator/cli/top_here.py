@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from finetune_operator.backends.local.records import AttemptRecord, NodeRecord
 from finetune_operator.backends.local.run_folder import RunFolder, RunFolderError
 from finetune_operator.cli.run_directories import shown_path
 from finetune_operator.cli.top_ranks import NodePage, read_page
-from finetune_operator.cli.top_rows import JobRow, get_in, progress_in, suspects_in
+from finetune_operator.cli.top_rows import JobRow, age_in, get_in, progress_in, suspects_in
+from finetune_operator.reconcile.conditions import ConditionType, find
 
 _SECONDS = 2.0
 _opener = build_opener(ProxyHandler({}))  # without a proxy: the pages are on this machine
@@ -79,15 +81,17 @@ def job_in(run_dir: Path) -> JobHere:
 async def row_of(here: JobHere) -> JobRow:
     """Return the row of a job from its status and its newest progress."""
     progress = await _progress(here)
-    status = here.job.status
+    status, metadata = here.job.status, here.job.metadata
     known = progress_in(progress)
     if not here.is_running:  # the last values do not describe the present
         known |= {"tokens_per_second": None, "eta_seconds": None}
     return JobRow(
-        namespace=here.job.metadata.namespace,
-        name=here.job.metadata.name,
+        namespace=metadata.namespace,
+        name=metadata.name,
         run_directory=shown_path(here.run_dir),
         phase=str((here.is_running and get_in(progress, "phase")) or status.phase.value),
+        reason=ready.reason if (ready := find(status, ConditionType.READY)) else None,
+        age_seconds=age_in(metadata.model_extra, datetime.now(UTC)),
         attempt=status.attempt,
         restarts=status.restarts.counted,
         suspects=suspects_in(get_in(progress, "suspects")) if here.is_running else (),

@@ -5,6 +5,7 @@ None means unknown; a table shows it as `-`.
 
 import math
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from pydantic import Field
@@ -27,6 +28,7 @@ class JobRow(ContractModel):
     name: str
     run_directory: str | None = Field(None, description="Of a job of this machine.")
     phase: str = Field(description="The trainer's while it works, if known; else the job's.")
+    reason: str | None = Field(None, description="Of the condition Ready.")
     attempt: int = 0
     restarts: int = 0
     step: int | None = None
@@ -34,6 +36,7 @@ class JobRow(ContractModel):
     loss: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
+    age_seconds: float | None = Field(None, description="Since the creation of the job.")
     suspects: tuple[SuspectRow, ...] = ()
 
     @property
@@ -115,6 +118,23 @@ def count_in(value: Any, *path: str) -> int | None:
     """Return the number at a path of a JSON value, cut to an integer; None if there is none."""
     found = number_in(value, *path)
     return None if found is None else int(found)
+
+
+def age_in(metadata: Any, now: datetime) -> float | None:
+    """Return the seconds since the creation of an object; None if its metadata has no time."""
+    try:
+        return (now - datetime.fromisoformat(get_in(metadata, "creationTimestamp"))).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def reason_in(status: Any) -> str | None:
+    """Return the reason of the condition Ready; None if the status has none."""
+    conditions = get_in(status, "conditions")
+    for one in conditions if isinstance(conditions, list) else ():
+        if get_in(one, "type") == "Ready" and get_in(one, "reason"):
+            return str(one["reason"])
+    return None
 
 
 def progress_in(progress: Any) -> dict[str, float | None]:

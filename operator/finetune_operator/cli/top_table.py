@@ -12,9 +12,12 @@ from finetune_operator.cli.view import duration
 
 _UNKNOWN = "-"
 _GIB = 2**30
-_JOBS = ("job", "phase", "step", "loss", "tokens/s", "left", "restarts", "held back by")
+_JOBS = (
+    *("job", "phase", "reason", "step", "loss", "tokens/s", "left"),
+    *("restarts", "age", "held back by"),
+)
 _RANKS = ("rank", "node", "phase", "step", "step time", "waits", "score", "memory", "gpu", "seen")
-_LEFT_ALIGNED = {"job", "phase", "held back by", "node"}
+_LEFT_ALIGNED = {"job", "phase", "reason", "held back by", "node"}
 
 
 def tables(screen: Screen) -> RenderableType:
@@ -48,11 +51,13 @@ def _job(row: JobRow, *, is_unique: bool) -> list[str]:
     return [
         f"{row.key}{folder}",
         row.phase,
+        row.reason or _UNKNOWN,
         _UNKNOWN if row.step is None else f"{row.step}{total}",
         _number(row.loss, "{:.3f}"),
         _number(row.tokens_per_second, "{:,.0f}"),
         _UNKNOWN if row.eta_seconds is None else duration(row.eta_seconds),
         str(row.restarts),
+        _UNKNOWN if row.age_seconds is None else duration(row.age_seconds),
         ", ".join(map(_suspect, row.suspects)) or _UNKNOWN,
     ]
 

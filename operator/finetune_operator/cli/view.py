@@ -109,11 +109,14 @@ def _ending(attempt: AttemptStatus) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 42s, 3m05s, 2h07m."""
+    """Format seconds: 42s, 3m05s, 2h07m, 3d04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     minutes, rest = divmod(whole, 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m"
+    return f"{hours // 24}d{hours % 24:02d}h"

@@ -106,6 +106,8 @@ def check_ranks(told: Any) -> None:
 def test_a_job_of_this_machine_is_shown_with_the_ranks_of_all_its_nodes(running: Path) -> None:
     told = top(running, "tiny")
     assert told["job"]["phase"] == "Training"
+    assert told["job"]["reason"] == "Training"
+    assert told["job"]["ageSeconds"] > 0
     assert told["job"]["totalSteps"] == 1_000_000
     check_ranks(told)
     assert told["notes"] == []

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_a_status_of_another_version_is_shown_as_far_as_it_can_be(
     assert row_of({"metadata": {"namespace": "n", "name": "j"}, "status": status}) == row
 
 
+def test_reason_and_age_of_a_job_are_those_of_kubectl_get() -> None:
+    conditions = [
+        {"type": "Running", "status": "False", "reason": "Provisioning"},
+        {"type": "Ready", "status": "False", "reason": "Unschedulable"},
+    ]
+    created = (datetime.now(UTC) - timedelta(hours=2)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    metadata = {"namespace": "n", "name": "j", "creationTimestamp": created}
+    row = row_of({"metadata": metadata, "status": {"conditions": conditions}})
+    assert row.reason == "Unschedulable"
+    assert row.age_seconds == pytest.approx(7200, abs=60)
+
+
 def run_of_this_process(folder: Path, port: int) -> None:
     """Make a run directory in which this process is the one node of a job, with two ranks."""
     made = manifest(observability__metrics_port=port)
@@ -223,8 +236,8 @@ def test_what_is_not_known_is_a_dash() -> None:
         notes=("the pod is silent",),
     )
     head, job, _, ranks, rank, note = shown(screen)
-    assert head[:3] == ["JOB", "PHASE", "STEP"]
-    assert job == ["n/j", "Queued", "-", "-", "-", "-", "0", "-"]
+    assert head[:4] == ["JOB", "PHASE", "REASON", "STEP"]
+    assert job == ["n/j", "Queued", "-", "-", "-", "-", "-", "0", "-", "-"]
     assert ranks == [
         "RANK",
         "NODE",
@@ -248,11 +261,13 @@ def test_what_is_known_is_in_the_units_that_people_use() -> None:
         namespace="n",
         name="j",
         phase="Training",
+        reason="CheckpointFailed",
         step=3,
         total_steps=9,
         loss=1.5,
         tokens_per_second=12345.6,
         eta_seconds=125,
+        age_seconds=3 * 86_400 + 5 * 3600,
         suspects=(suspect,),
     )
     rank = RankRow(
@@ -269,7 +284,9 @@ def test_what_is_known_is_in_the_units_that_people_use() -> None:
         age_seconds=0.2,
     )
     _, told, _, _, row = shown(Screen(jobs=(job,), ranks=(rank,)))
-    assert " ".join(told) == "n/j Training 3/9 1.500 12,346 2m05s 0 rank 1 (compute 1.23)"
+    assert " ".join(told) == (
+        "n/j Training CheckpointFailed 3/9 1.500 12,346 2m05s 0 3d05h rank 1 (compute 1.23)"
+    )
     assert " ".join(row) == "1 a forward 3 51 ms 26 % 1.23 compute 1.50 GiB 75 % 0s ago"
 
 
