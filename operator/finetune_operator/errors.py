@@ -9,6 +9,7 @@
     └── BackendError             a backend could not do its work
         ├── AlreadyOwnedError    the object to create exists and has another owner
         ├── NoSuchRankError      the attempt has no rank of the requested log
+        ├── NoLogYetError        the rank of the requested log has not started
         └── TransientError       a retry may succeed (retryable)
             └── NotCreatedError  an attempt does not exist, and the obstacle may pass
 
@@ -57,6 +58,10 @@ class AlreadyOwnedError(BackendError):
 
 class NoSuchRankError(BackendError):
     """The attempt does not have the rank whose log was requested."""
+
+
+class NoLogYetError(BackendError):
+    """The rank whose log was requested has not started."""
 
 
 class TransientError(BackendError):

@@ -387,7 +387,12 @@ class Backend(ABC):
 
     @abstractmethod
     def logs(self, ref: AttemptRef, rank: int, follow: bool = False) -> AsyncIterator[str]:
-        """Yield the lines of one rank's log, without line ends; `follow` continues to its end."""
+        """Yield the lines of one rank's log, without line ends; `follow` continues to its end.
+
+        Raises:
+            NoSuchRankError: the attempt has no such rank.
+            NoLogYetError: the rank has not started; `ftctl logs` gives the job's reason.
+        """
 
     @abstractmethod
     async def collect(self, ref: AttemptRef) -> Sequence[str]:

@@ -4,8 +4,10 @@
 and FineTuneProfiles for a backend that calls a service.
 """
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from finetune_operator.backends import registry
 from finetune_operator.backends.base import Attempt, AttemptRef, Backend, BackendContext
 from finetune_operator.backends.hosting import HostedBackend
 from finetune_operator.cli.top_cluster import get_job
-from finetune_operator.errors import FineTuneError
+from finetune_operator.errors import FineTuneError, NoLogYetError
 from finetune_operator.kube.api_errors import ForbiddenError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
@@ -22,7 +24,10 @@ from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, Object, Resource
 from finetune_operator.kube.watch import Watch
+from finetune_operator.reconcile.conditions import ConditionType, find, is_finished
 from finetune_trainer.config import FailureClass
+
+_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,63 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
 async def _lines(
     client: HttpClient, job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
 ) -> AsyncIterator[str]:
-    stored = FineTuneJob.model_validate(await get_job(client, job))
-    if not stored.status.attempt:
-        reason = next((one.message for one in stored.status.conditions if one.type == "Ready"), "")
-        raise FineTuneError(f"FineTuneJob {job} has no attempt yet ({reason})")
-    kind = registry.load(stored.spec.backend.type)
-    cluster = await cluster_for(kind, client, profiles)
-    context = BackendContext(Path(), dict(os.environ), cluster)
-    async for line in lines_of(kind(context), stored, wanted):
+    async def read_job() -> FineTuneJob:
+        return FineTuneJob.model_validate(await get_job(client, job))
+
+    async def lines(stored: FineTuneJob) -> AsyncIterator[str]:
+        kind = registry.load(stored.spec.backend.type)
+        cluster = await cluster_for(kind, client, profiles)
+        context = BackendContext(Path(), dict(os.environ), cluster)
+        async for line in lines_of(kind(context), stored, wanted):
+            yield line
+
+    async for line in once_started(read_job, lines, follow=wanted.follow):
         yield line
+
+
+async def once_started(
+    read_job: Callable[[], Awaitable[FineTuneJob]],
+    lines: Callable[[FineTuneJob], AsyncIterator[str]],
+    *,
+    follow: bool,
+) -> AsyncIterator[str]:
+    """Yield the lines of a job's log; `follow` waits until the job has one.
+
+    The reason of the wait is printed to standard error, again if it changes.
+
+    Args:
+        read_job: Returns the present job.
+        lines: Yields the log of a job with an attempt.
+        follow: Whether to wait.
+
+    Raises:
+        FineTuneError: the job has no log yet; with `follow`, it has finished without one.
+    """
+    known = ""
+    while True:
+        job = await read_job()
+        try:
+            if not job.status.attempt:
+                raise NoLogYetError("it has no attempt yet")
+            async for line in lines(job):
+                yield line
+            return
+        except NoLogYetError as error:
+            reason = _waiting(job, error)
+            if not follow or is_finished(job.status):
+                raise FineTuneError(reason) from error
+        if reason != known:
+            print(reason, file=sys.stderr, flush=True)
+            known = reason
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _waiting(job: FineTuneJob, error: NoLogYetError) -> str:
+    """Return why a job has no log: its phase, and reason and message of the condition Ready."""
+    name, status = f"{job.metadata.namespace}/{job.metadata.name}", job.status
+    ready = find(status, ConditionType.READY)
+    why = f" ({ready.reason}): {ready.message}" if ready else ""
+    return f"no log of FineTuneJob {name}: {error}; the job is {status.phase}{why}"
 
 
 async def cluster_for(

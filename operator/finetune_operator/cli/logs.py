@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune_operator.api.v1alpha1 import FineTuneProfile
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.base import AttemptRef, BackendContext
@@ -16,7 +16,13 @@ from finetune_operator.backends.local import records
 from finetune_operator.backends.local.layout import BACKEND, attempt_folder, handle_for
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.backends.local.run_folder import RunFolder
-from finetune_operator.cli.cluster_logs import RankLog, attempt_number, lines_of, print_log
+from finetune_operator.cli.cluster_logs import (
+    RankLog,
+    attempt_number,
+    lines_of,
+    once_started,
+    print_log,
+)
 from finetune_operator.cli.conclusion import EXIT_STOPPED
 from finetune_operator.cli.run_directories import run_directory
 from finetune_operator.cli.target import ProfileOption, profiles_of
@@ -36,7 +42,12 @@ def logs(
         ),
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print new lines until the attempt ends.")
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Wait for the log of a job that has none yet, and print it until the attempt ends.",
+        ),
     ] = False,
     namespace: Annotated[
         str | None,
@@ -63,30 +74,39 @@ def logs(
         name = manifest[0].metadata.name if manifest is not None else job
         _until_ctrl_c(print_log(Key(namespace, name), wanted, profiles))
     else:
-        _print_local(job, run_directory(job, manifest), wanted, profiles)
+        _print_local(run_directory(job, manifest), wanted, profiles)
 
 
-def _print_local(
-    job: str, run_dir: Path, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
-) -> None:
-    stored = RunFolder(run_dir).load()
-    if stored is None or not stored.status.attempt:
-        raise FineTuneError(f"{job} has no attempt in {run_dir} yet; start one with ftctl run")
+def _print_local(run_dir: Path, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]) -> None:
+    async def read_job() -> FineTuneJob:
+        if (stored := RunFolder(run_dir).load()) is None:
+            raise FineTuneError(f"{run_dir} holds no job; start one with ftctl run")
+        return stored
+
+    def lines(stored: FineTuneJob) -> AsyncIterator[str]:
+        return _local_lines(run_dir, stored, wanted, profiles)
+
+    _until_ctrl_c(_print(once_started(read_job, lines, follow=wanted.follow)))
+
+
+def _local_lines(
+    run_dir: Path, stored: FineTuneJob, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
+) -> AsyncIterator[str]:
     kind = registry.load(stored.spec.backend.type)
     if kind.name != BACKEND:
         backend = kind(BackendContext(run_dir.parents[2], dict(os.environ), profiles=profiles))
-        return _until_ctrl_c(_print(lines_of(backend, stored, wanted)))
+        return lines_of(backend, stored, wanted)
     # Relative to the run directory, which may be anywhere and needs no manifest.
     backend = kind(BackendContext(run_dir, dict(os.environ)))
-    number = attempt_number(job, stored.status, previous=wanted.previous)
+    key = Key(stored.metadata.namespace, stored.metadata.name)
+    number = attempt_number(str(key), stored.status, previous=wanted.previous)
     folder = attempt_folder(run_dir, number)
     record = records.read(folder.attempt, AttemptRecord)
     if record is None:
         raise FineTuneError(f"{folder.path} holds no attempt; its files were removed")
     handle = handle_for(folder, record.uid, run_dir)
-    key = Key(stored.metadata.namespace, stored.metadata.name)
     ref = AttemptRef(key, stored.metadata.uid, number, handle, stored.spec)
-    return _until_ctrl_c(_print(backend.logs(ref, wanted.rank, wanted.follow)))
+    return backend.logs(ref, wanted.rank, wanted.follow)
 
 
 def _until_ctrl_c(printing: Coroutine[Any, Any, None]) -> None:

@@ -40,7 +40,7 @@ class Project:
         plays = json.dumps({"*": play or {}})
         self._environ = {
             **os.environ,
-            "PYTHONPATH": install(folder),
+            "PYTHONPATH": ":".join(filter(None, [install(folder), os.getenv("PYTHONPATH")])),
             "FINETUNE_STAND_IN": plays,
         }
 
@@ -49,6 +49,10 @@ class Project:
 
     def write_job(self, **spec: Any) -> None:
         (self.folder / "job.yaml").write_text(yaml.safe_dump(self.job(**spec)))
+
+    def set(self, **variables: str) -> None:
+        """Set variables of later commands."""
+        self._environ |= variables
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -283,6 +287,39 @@ def test_the_end_of_ftctl_dev_leaves_jobs_of_a_service_to_the_next_start(tmp_pat
         assert starts(tmp_path) == [(1, 0)]
     finally:
         kill_what_runs_below(tmp_path)
+
+
+def test_logs_of_a_waiting_job_give_its_reason_and_follow_waits_for_it(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    with project.start("dev", "--port", "0") as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("export KUBECONFIG=")
+            kubeconfig = f"{tmp_path}/runs/.dev/kubeconfig"
+            api = Api(kubeconfig)
+            api.run(api.client.create(FINE_TUNE_JOBS, project.job(suspend=True), "default"))
+            wait_until(lambda: api.phase("default", "tiny") == "Suspended", PATIENCE_SECONDS)
+            project.set(KUBECONFIG=kubeconfig)
+            reason = (
+                "no log of FineTuneJob default/tiny: it has no attempt yet; the job is Suspended "
+                "(SuspendedByUser): "
+            )
+            code, said = project.call("logs", "tiny", "-n", "default")
+            assert (code, len(said.splitlines())) == (1, 1), said
+            assert said.startswith(reason)
+            with project.start("logs", "tiny", "-n", "default", "-f") as followed:
+                assert followed.stdout is not None
+                assert followed.stdout.readline().startswith(reason)
+                resume = {"spec": {"suspend": False}}
+                api.run(api.client.patch(FINE_TUNE_JOBS, "tiny", "default", resume))
+                said, _ = followed.communicate(timeout=PATIENCE_SECONDS)
+            assert followed.returncode == 0, said
+            assert "node 0 of attempt 1 starts at step 0" in said
+            api.close()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=PATIENCE_SECONDS)
+            kill_what_runs_below(tmp_path)
 
 
 def test_ftctl_dev_serves_it_too(tmp_path: Path) -> None:

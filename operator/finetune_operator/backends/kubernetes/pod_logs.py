@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator
 
+from finetune_operator.backends.base import AttemptPhase
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.log_tail import kept_tail
+from finetune_operator.backends.kubernetes.observe import observation_of
 from finetune_operator.backends.kubernetes.pod_termination import index_of
-from finetune_operator.errors import NoSuchRankError
+from finetune_operator.errors import NoLogYetError, NoSuchRankError
 from finetune_operator.kube.api_errors import InvalidError, NotFoundError
 from finetune_operator.kube.resources import Object
 
@@ -19,6 +21,10 @@ async def read_log(
     """Yield the last lines of the pod that `rank` runs in; `follow` continues to its end.
 
     Without a log, a sentence gives the reason, and the stored lines of the attempt's log follow.
+
+    Raises:
+        NoSuchRankError: the attempt has no such rank.
+        NoLogYetError: the rank's pod does not exist yet, or has not started.
     """
     facts = facts_of(batch_job)
     world_size = facts.nodes * facts.processes_per_node
@@ -26,19 +32,28 @@ async def read_log(
         ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
         raise NoSuchRankError(f"rank {rank} does not exist; {name} has {ranks}")
     index = rank // facts.processes_per_node
-    pods = await children.pods(name, batch_job["metadata"]["uid"])
-    pods = [one for one in pods if index_of(one) == index]
+    found = await children.pods(name, batch_job["metadata"]["uid"])
+    pods = [one for one in found if index_of(one) == index]
     if not pods:
+        is_pending = observation_of(batch_job, found).phase is AttemptPhase.PENDING
+        if is_pending and not kept_tail(batch_job):
+            raise NoLogYetError(f"the pod of rank {rank} of {name} does not exist yet")
         yield f"the pod of rank {rank} of {name} no longer exists"
         for line in kept_tail(batch_job):
             yield line
         return
     newest = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
     pod = newest["metadata"]["name"]
-    client = children.cluster.client
+    client, has_lines, failure = children.cluster.client, False, ""
     try:
         lines = client.log(pod, name.namespace, container=CONTAINER, tail=TAIL_LINES, follow=follow)
         async for line in lines:
+            has_lines = True
             yield line
     except (InvalidError, NotFoundError) as error:
-        yield f"pod {pod} of rank {rank} has no log ({error})"
+        failure = f"pod {pod} of rank {rank} has no log ({error})"
+    # The log of a pod without a node is empty, and that of a container that waits is refused.
+    if not has_lines and newest.get("status", {}).get("phase") == "Pending":
+        raise NoLogYetError(f"pod {pod} of rank {rank} has not started")
+    if failure:
+        yield failure

@@ -28,7 +28,7 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.backends.kubernetes.child_names import CHILDREN_ANNOTATION
-from finetune_operator.errors import AlreadyOwnedError, TransientError
+from finetune_operator.errors import AlreadyOwnedError, NoLogYetError, TransientError
 from finetune_operator.kube.api_errors import ConflictError, ForbiddenError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -595,6 +595,22 @@ def test_the_log_tail_of_the_root_cause_outlives_its_pod(
         f"the last lines of pod {name}:",
         "(none)",  # as it never had a node
     ]
+
+
+def test_a_rank_that_has_not_started_has_no_log_yet(
+    api: Api, harness: KubernetesHarness, namespace: str
+) -> None:
+    backend = harness.backend
+    handle = api.run(backend.submit(backend.render(planned(**harness.overrides), Attempt(1))))
+
+    async def lines() -> list[str]:
+        return [line async for line in backend.logs(ref_to(handle), 0)]
+
+    with pytest.raises(NoLogYetError, match=r"does not exist yet|has not started"):
+        api.run(lines())
+    wait_until(lambda: api.run(api.client.list(PODS, namespace)).items, 30)
+    with pytest.raises(NoLogYetError, match=r"pod tiny-1-0\S* of rank 0 has not started"):
+        api.run(lines())
 
 
 def test_pods_keep_to_the_restricted_pod_security_standard_but_for_infiniband(
