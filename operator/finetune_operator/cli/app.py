@@ -4,13 +4,15 @@ Each command is a function in a file of the same name, imported when it is calle
 `ftctl --help` loads neither pydantic nor a backend.
 """
 
+import shutil
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from finetune_operator import __version__
 from finetune_operator.cli.output import OutputLostError, guard
@@ -32,10 +34,25 @@ COMMANDS = {
     "crd": "Print or write the CustomResourceDefinition.",
 }
 """Summaries for `ftctl --help`; the help of a command is the docstring of its function."""
+_WIDEST = 100  # longer lines are hard to read
+
+
+class Command(TyperCommand):
+    """A command whose help fits the terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        _fit(formatter)
+        super().format_help(ctx, formatter)
 
 
 class LazyGroup(TyperGroup):
     """Shows placeholders in help and completion; imports the real command when it is called."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        _fit(formatter)
+        super().format_help(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve the command that the first argument names, and import it."""
@@ -45,9 +62,15 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
 
+def _fit(formatter: Any) -> None:
+    """Wrap lines for the width of the terminal; names longer than a third have their own line."""
+    formatter.width = min(shutil.get_terminal_size().columns, _WIDEST)
+    formatter.write_dl = partial(formatter.write_dl, col_max=formatter.width // 3)
+
+
 def _load(name: str) -> Any:
-    single = typer.Typer(add_completion=False)
-    single.command(name)(getattr(import_module(f"finetune_operator.cli.{name}"), name))
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name, cls=Command)(getattr(import_module(f"finetune_operator.cli.{name}"), name))
     return typer.main.get_command(single)
 
 
@@ -76,10 +99,12 @@ def _make_app() -> typer.Typer:
         help="Fine-tune language models from one manifest.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        # Tables of rich cut words in a narrow terminal, and docstrings keep their line breaks.
+        rich_markup_mode=None,
     )
     root.callback()(_options)
     for name, summary in COMMANDS.items():
-        root.command(name, help=summary)(_listed_only)
+        root.command(name, short_help=summary)(_listed_only)
     return root
 
 

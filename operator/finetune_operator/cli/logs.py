@@ -46,7 +46,7 @@ def logs(
         typer.Option(
             "--follow",
             "-f",
-            help="Wait for the log of a job that has none yet, and print it until the attempt ends.",
+            help="Wait until the job has a log, and print new lines until the attempt ends.",
         ),
     ] = False,
     namespace: Annotated[

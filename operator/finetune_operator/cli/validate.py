@@ -30,7 +30,7 @@ class OutputFormat(StrEnum):
 
 def validate(
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="The same as -f FILE.")
+        list[str] | None, typer.Argument(metavar="FILE", help="The same as -f FILE.")
     ] = None,
     files: Annotated[
         list[str] | None,
