@@ -20,13 +20,13 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "1f1abc858e01c143",
         "44fab74958eb6b11",
         "3d8dcc33e9bb9d9b",
-        "ec83e5b69aca3f06",
+        "b150b0676aac9642",
     ),
     "finetuneprofiles.finetune.dev": (
         "362787d33b140532",
         "6f98f3cd2cb98ef1",
         "157fd2c5fd3280ea",
-        "cb227831210ecbde",
+        "60e0d4cb14facb52",
     ),
 }
 """Digests of all schemas of a CRD, oldest first; the revision is the number of digests.

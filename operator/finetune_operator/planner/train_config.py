@@ -10,6 +10,7 @@ from finetune_operator.api.v1alpha1.method import MethodType, Quantization, Stra
 from finetune_operator.api.v1alpha1.profile import GpuMetrics
 from finetune_operator.api.v1alpha1.topology import Capacity, Rdma
 from finetune_operator.api.v1alpha1.training import Optimizer
+from finetune_operator.errors import BackendError
 from finetune_operator.planner.plan import Plan
 from finetune_operator.planner.uris import HUB, is_on_hub
 from finetune_trainer import config as trainer
@@ -37,6 +38,7 @@ class Locations:
         scheduled_events_url: URL at which the machine announces evictions; None without one.
         gpu_metrics: Source of GPU metrics.
         listing_lag_seconds: As in the trainer's configuration.
+        trackers: Trackers that the backend has checked; None on a backend without trackers.
     """
 
     path_of: Callable[[str], str]
@@ -51,6 +53,7 @@ class Locations:
     gpu_metrics: GpuMetrics = GpuMetrics.OWN
     scheduled_events_url: str | None = None
     listing_lag_seconds: float | None = None
+    trackers: tuple[trainer.TrackerConfig, ...] | None = None
 
     def place_of(self, uri: str) -> str:
         """Return the path of a URI, or its name on the hub."""
@@ -58,8 +61,17 @@ class Locations:
 
 
 def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> trainer.TrainConfig:
-    """Return the configuration of an attempt of `plan`, with all settings chosen; pure."""
+    """Return the configuration of an attempt of `plan`, with all settings chosen; pure.
+
+    Raises:
+        BackendError: The job has trackers, which its backend does not support.
+    """
     job, spec = plan.job, plan.job.spec
+    if spec.observability.trackers and locations.trackers is None:
+        raise BackendError(
+            f"spec.observability.trackers is not supported by the backend {spec.backend.type}; "
+            "remove it"
+        )
     resume = spec.checkpoint.resume_from
     return trainer.TrainConfig(
         job=trainer.JobRef(
@@ -111,6 +123,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
             sample_prompts=tuple(spec.observability.sample_prompts),
             collective_timings=spec.observability.collective_timings,
             profile=_profile(plan),
+            trackers=locations.trackers or None,
         ),
         control=trainer.ControlConfig(
             hang_seconds=spec.deadlines.hang_seconds,

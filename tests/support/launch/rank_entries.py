@@ -171,6 +171,18 @@ def train(
             raise Preempted(f"stopped by {stop.reason or 'another rank'} after step {step}")
 
 
+def few_steps(
+    config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
+) -> Termination:
+    """Make three steps and an evaluation after the last, and write the names of the variables."""
+    (Path(config.run_dir) / "environment.txt").write_text("\n".join(os.environ))
+    telemetry.plan(3)
+    for step in range(1, 4):
+        telemetry.step(report(step))
+    telemetry.evaluated(3, 0.5, 0.1)
+    return finish(config, world, stop, telemetry, fence)
+
+
 def train_on(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:

@@ -17,7 +17,7 @@ from finetune_trainer.config import (
     Progress,
 )
 from finetune_trainer.control import StopSignal
-from finetune_trainer.launch.azureml.curves import MAX_POINTS, Curves, Point
+from finetune_trainer.launch.azureml.curves import MAX_POINTS, Curves
 from finetune_trainer.launch.azureml.mlflow_run import NotReportedError, RefusedError
 from finetune_trainer.launch.azureml.reporter import (
     SECONDS_BETWEEN_POLLS,
@@ -25,6 +25,7 @@ from finetune_trainer.launch.azureml.reporter import (
     RemoteRun,
     Reporter,
 )
+from finetune_trainer.launch.journal_points import Point
 from finetune_trainer.telemetry import StepReport, Telemetry
 from support.launch.launches import train_config
 

@@ -43,6 +43,7 @@ from finetune_trainer.config.report import SuspectCause as SuspectCause
 from finetune_trainer.config.report import Suspects as Suspects
 from finetune_trainer.config.report import Termination as Termination
 from finetune_trainer.config.report import TimeSpent as TimeSpent
+from finetune_trainer.config.report import TrackerRun as TrackerRun
 from finetune_trainer.config.report import read_progress as read_progress
 from finetune_trainer.config.run_tags import HEARD_TAG as HEARD_TAG
 from finetune_trainer.config.run_tags import MAX_TAG_LENGTH as MAX_TAG_LENGTH
@@ -61,6 +62,7 @@ from finetune_trainer.config.train import OutputConfig as OutputConfig
 from finetune_trainer.config.train import ProfileConfig as ProfileConfig
 from finetune_trainer.config.train import StrategyConfig as StrategyConfig
 from finetune_trainer.config.train import TelemetryConfig as TelemetryConfig
+from finetune_trainer.config.train import TrackerConfig as TrackerConfig
 from finetune_trainer.config.train import TrainConfig as TrainConfig
 from finetune_trainer.config.train import WorldConfig as WorldConfig
 from finetune_trainer.config.training import FEW_STEPS as FEW_STEPS

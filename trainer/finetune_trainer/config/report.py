@@ -89,6 +89,13 @@ class ProfileReport(ContractModel):
     error: str | None = Field(None, description="Why the file of rank 0 is missing.")
 
 
+class TrackerRun(ContractModel):
+    """The run in an experiment tracker."""
+
+    type: Annotated[str, Field(max_length=64)]
+    url: Annotated[str, Field(max_length=512)] = Field(description="Page of the run.")
+
+
 class DataReport(ContractModel):
     """Counts of the rows, including truncated rows."""
 
@@ -207,6 +214,9 @@ class Progress(ContractModel):
     profile: ProfileReport | None = Field(None, description="The newest profile of this attempt.")
     transport: str | None = Field(
         None, description="Transports between the GPUs, such as NET/IB,P2P; null if not known."
+    )
+    trackers: Annotated[tuple[TrackerRun, ...], Field(max_length=8)] | None = Field(
+        None, description="The run in its trackers, once they have it."
     )
     warnings: tuple[str, ...] = ()
     suspects: Annotated[tuple[Suspect, ...], Field(max_length=MAX_SUSPECTS)] = Field(

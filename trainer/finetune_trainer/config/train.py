@@ -190,6 +190,22 @@ class ProfileConfig(ContractModel):
         return self
 
 
+class TrackerConfig(ContractModel):
+    """An experiment tracker that gets the curves of the run from a process beside the ranks."""
+
+    type: Literal["wandb", "mlflow"]
+    project: str = Field(description="Project of W&B, or experiment of MLflow.")
+    entity: str | None = Field(None, description="User or team of W&B.")
+    url: str | None = Field(
+        None,
+        description="Address of the server. None takes it and the credentials from the variables "
+        "WANDB_* or MLFLOW_*, which are ignored otherwise.",
+    )
+    credentials_path: str | None = Field(
+        None, description="File with W&B's API key, or with a token or USER:PASSWORD for MLflow."
+    )
+
+
 class TelemetryConfig(ContractModel):
     """Reports of the run during training."""
 
@@ -209,6 +225,9 @@ class TelemetryConfig(ContractModel):
     )
     profile: ProfileConfig | None = Field(
         None, description="Steps to profile; None profiles only on request."
+    )
+    trackers: tuple[TrackerConfig, ...] | None = Field(
+        None, description="Experiment trackers; at most one of each type."
     )
 
 

@@ -28,6 +28,7 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.problems import sentences
 from finetune_trainer.launch.rank_report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
+from finetune_trainer.launch.trackers.process import take_variables
 from finetune_trainer.launchers import has_launcher
 
 
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
         leave(_refuse(path, error))
     if has_launcher(os.environ):
         leave(_run_as_rank(config, entry))
-    leave(Supervisor(config, path, entry=entry).run().exit_code)
+    variables = take_variables(os.environ)
+    supervisor = Supervisor(config, path, entry=entry, tracker_variables=variables)
+    leave(supervisor.run().exit_code)
 
 
 def _run_as_rank(config: TrainConfig, entry: str) -> int:

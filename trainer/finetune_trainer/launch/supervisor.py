@@ -38,6 +38,7 @@ from finetune_trainer.launch.termination_message import (
     with_published,
     write_termination,
 )
+from finetune_trainer.launch.trackers.process import TrackerProcess
 from finetune_trainer.telemetry.node.start_page import node_page, watch_config
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
@@ -52,6 +53,7 @@ class Supervisor:
         *,
         entry: str = DEFAULT_ENTRY,
         environ: Mapping[str, str] = os.environ,
+        tracker_variables: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare to run `config`.
 
@@ -62,11 +64,14 @@ class Supervisor:
             config_path: File from which the ranks read the same configuration.
             entry: `module:function` that does a rank's work.
             environ: Environment with this node's place, which the ranks inherit.
+            tracker_variables: Additional variables for the process of the trackers.
         """
         self._config = config
         self._config_path = config_path
         self._entry = entry
         self._environ = environ
+        self._tracker_variables = tracker_variables or {}
+        self._trackers: TrackerProcess | None = None
         self.stop = StopSignal()
 
     def run(self) -> Termination:
@@ -77,6 +82,8 @@ class Supervisor:
         config = self._config
         termination = with_published(termination, Path(config.run_dir), config.job.attempt)
         write_termination_message(termination, config.termination_path)
+        if self._trackers is not None:
+            self._trackers.end(termination.exit_code)
         return termination
 
     def _supervise(self, folder: Path) -> Termination:
@@ -90,6 +97,11 @@ class Supervisor:
             reads_gpus=self._config.reads_gpus,
             watch=watch,
         ) as page:
+            if node.rank == 0:
+                environ = {**self._environ, **self._tracker_variables}
+                self._trackers = TrackerProcess.start(
+                    self._config, self._config_path, page.folder, environ
+                )
             return self._run_attempt(node, page, folder)
 
     def _run_attempt(self, node: Node, page: NodePage, folder: Path) -> Termination:

@@ -229,6 +229,7 @@ def _shortened(full: Termination) -> Iterator[Termination]:
         progress = progress.model_copy(update={"samples": samples, "warnings": warnings})
         yield full.model_copy(update={"progress": progress})
         bare = {"samples": (), "warnings": (), "train_data": None, "eval_data": None}
+        bare |= {"trackers": None}
         progress = progress.model_copy(update=bare)
         yield full.model_copy(update={"progress": progress})
     short = full.model_copy(

@@ -98,7 +98,7 @@ class Telemetry:
         self._reported_at = float("-inf")
         log_path = self._folder.log_of(rank)
         self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
-        self._written_at = self._page_warnings_read_at = float("-inf")
+        self._written_at = self._news_read_at = float("-inf")
         self._shared = Shared(NodePage(), rank) if shared is None else shared
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
         self.collectives = Collectives(
@@ -172,7 +172,7 @@ class Telemetry:
             self._start_up.turn(phase, now)
             self._spent.turn(phase, now)
             self.log("phase", phase=phase)
-            self._report_page_warnings(now)
+            self._report_news_of_node(now)
             self._print(phase.value)
             self._update(phase=phase)
 
@@ -246,7 +246,7 @@ class Telemetry:
             newest = pending[-1][0].step
             changes["eta_seconds"] = self._eta_seconds(newest)
             self._update(urgent="first_step_seconds" in changes, **changes)
-            self._report_page_warnings(now)
+            self._report_news_of_node(now)
             is_last = newest == self._total_steps
             if self._narrator is not None and (is_last or self._narrator.is_due(now)):
                 self._narrator.step(self.progress)
@@ -405,12 +405,18 @@ class Telemetry:
                 self._board.close()
             self._folder.put(self._journal.close)
 
-    def _report_page_warnings(self, now: float) -> None:
-        """Report new warnings of the page's process, read as rarely as the progress is written."""
-        if now - self._page_warnings_read_at >= _SECONDS_BETWEEN_STEPS:
-            self._page_warnings_read_at = now
+    def _report_news_of_node(self, now: float) -> None:
+        """Report what the processes of the page and of the trackers have published.
+
+        Read as rarely as the progress is written.
+        """
+        if now - self._news_read_at >= _SECONDS_BETWEEN_STEPS:
+            self._news_read_at = now
             for sentence in self._shared.warnings_of_node():
                 self.warn(sentence)
+            trackers = self._shared.trackers_of_node()
+            if trackers and trackers != self.progress.trackers:
+                self._update(trackers=trackers)
 
     def _open_board(self) -> Board:
         folder = self._folder

@@ -8,9 +8,10 @@ import os
 import time
 from pathlib import Path
 
+from pydantic import ValidationError
 from pydantic_core import to_json
 
-from finetune_trainer.config import ContractModel
+from finetune_trainer.config import ContractModel, TrackerRun
 from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import process_start
@@ -19,7 +20,8 @@ from finetune_trainer.telemetry.witness import Witness
 
 ENV_NODE_PAGE = "FINETUNE_NODE_PAGE"  # a supervisor's `NodePage`, as JSON, for its ranks
 PROGRESS_FILE = "progress.json"
-_WARNINGS_FILE = "warnings.txt"  # of the page's process, one per line
+_WARNINGS_FILE = "warnings.txt"  # of the page's and the trackers' process, one per line
+_TRACKERS_FILE = "trackers.json"
 
 
 class NodePage(ContractModel):
@@ -39,6 +41,12 @@ class NodePage(ContractModel):
     warning: str | None = None
     first_rank: int = 0
     word: str | None = None
+
+
+class _TrackerRuns(ContractModel):
+    """Content of the trackers' file."""
+
+    runs: tuple[TrackerRun, ...]
 
 
 class Shared:
@@ -111,7 +119,7 @@ class Shared:
         self._publish(PROGRESS_FILE, text)
 
     def warnings_of_node(self) -> list[str]:
-        """Return all warnings of the page's process; empty except on the node's first rank."""
+        """Return all warnings of the node's other processes; empty except on its first rank."""
         if self._folder is None or not self._is_first:
             return []
         try:
@@ -119,6 +127,15 @@ class Shared:
         except OSError:  # no file before the first warning or after the end of the page
             return []
         return [line.rstrip() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def trackers_of_node(self) -> tuple[TrackerRun, ...] | None:
+        """Return the run in its trackers; None before, and except on the node's first rank."""
+        if self._folder is None or not self._is_first:
+            return None
+        try:
+            return _TrackerRuns.read(self._folder / _TRACKERS_FILE).runs
+        except (OSError, ValidationError):  # no file before the first run or after the end
+            return None
 
     def _publish(self, name: str, text: str) -> None:
         if self._folder is not None:
@@ -138,13 +155,22 @@ class Shared:
 
 
 def publish_warning(folder: Path, sentence: str) -> None:
-    """Pass a warning of the page's process to the node's first rank.
+    """Pass a warning of the page's or the trackers' process to the node's first rank.
 
     Raises:
         OSError: There is no room.
     """
     with (folder / _WARNINGS_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{sentence}\n")
+
+
+def publish_trackers(folder: Path, runs: tuple[TrackerRun, ...]) -> None:
+    """Pass the run in its trackers to the node's first rank.
+
+    Raises:
+        OSError: There is no room.
+    """
+    replace_text(folder / _TRACKERS_FILE, _TrackerRuns(runs=runs).to_json())
 
 
 def block_file(rank: int) -> str:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1.topology import NumNodes
+from finetune_operator.api.v1alpha1.trackers import ServerAddress
 
 Patterns = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=256)
@@ -23,7 +24,10 @@ class Allowances(ApiModel):
     service_accounts: Patterns = Field([])
     """Service accounts a job may choose, besides the profile's own."""
     secrets: Patterns = Field([])
-    """Secrets a job may name, for the hub token, for env or to pull its image."""
+    """Secrets a job may name, for the hub token, for env, for trackers or to pull its image."""
+    trackers: Annotated[list[ServerAddress], Field(max_length=64)] | None = None
+    """Addresses of tracking servers that jobs may send curves and the content of their secretRef
+    to, such as https://api.wandb.ai; without wildcards. Absent means none."""
     claims: Patterns = Field([])
     """PersistentVolumeClaims of the job's namespace that the job may name."""
     volumes: Patterns = Field([])

@@ -8,6 +8,7 @@ from pydantic import Field
 from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import Source, Uri
+from finetune_operator.api.v1alpha1.trackers import TrackerSpec
 from finetune_operator.api.v1alpha1.training import INT32_MAX
 
 Seconds = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -268,6 +269,18 @@ class Observability(ApiModel):
     overlapping work. Requires GPUs; collectives between CPUs are always measured."""
     profile: ProfileSpec | None = None
     """Steps that torch.profiler records. The files are in run/profiles of the checkpoint folder."""
+    trackers: Annotated[list[TrackerSpec], Field(min_length=1, max_length=2)] | None = None
+    """Experiment trackers that get the curves, at most one of each type. All attempts of a job are
+    one run there, whose page is in status.trackers."""
+
+    cel_rules = (
+        Rule(
+            "!has(self.trackers) || self.trackers.all(one, self.trackers.exists_one(other, "
+            "other.type == one.type))",
+            "must have each type at most once; remove the others",
+            field="trackers",
+        ),
+    )
 
 
 class PodTemplateMetadata(ApiModel):

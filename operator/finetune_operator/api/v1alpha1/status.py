@@ -193,6 +193,15 @@ class SuspectStatus(ApiModel):
     """Message for users, with more details."""
 
 
+class TrackerStatus(ApiModel):
+    """The run of the job in an experiment tracker."""
+
+    type: Annotated[str, Field(max_length=64)]
+    """Kind of the tracker."""
+    url: Annotated[str, Field(max_length=512)]
+    """Web page of the run."""
+
+
 class BackendRef(ApiModel):
     """Object of the backend for the current attempt."""
 
@@ -229,6 +238,8 @@ class FineTuneJobStatus(ApiModel):
     """Latest progress that rank 0 has published."""
     suspects: Annotated[list[SuspectStatus], Field(max_length=5)] = Field([])
     """Ranks that slow down the latest attempt."""
+    trackers: Annotated[list[TrackerStatus], Field(max_length=8)] | None = None
+    """The run of the job in its experiment trackers."""
     checkpoint: CheckpointLedger = CheckpointLedger()
     """Latest and best checkpoint."""
     ledger: TimeLedger | None = None

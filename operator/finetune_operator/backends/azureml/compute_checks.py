@@ -40,6 +40,7 @@ _NO_EFFECT = (
     only("restartPolicy.restartsInPlace", 0),
     unset("queue", "remove it, and set backend.azureml.priority to order jobs"),
     unset("podTemplate"),
+    unset("observability.trackers", "remove it; Azure ML has the curves in its own MLflow"),
 )
 
 

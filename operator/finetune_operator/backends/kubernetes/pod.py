@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
-from finetune_operator.backends.kubernetes import pod_template, scheduling, volumes
+from finetune_operator.backends.kubernetes import pod_template, scheduling, trackers, volumes
 from finetune_operator.backends.kubernetes.attempt_profiles import settings_of
 from finetune_operator.backends.kubernetes.child_names import (
     CONFIG_ANNOTATION,
@@ -197,6 +197,7 @@ def _volumes(inputs: PodInputs) -> list[Json]:
             {"name": f"claim-{at}", "persistentVolumeClaim": {"claimName": claim}}
             for at, claim in enumerate(claims)
         ),
+        *trackers.volumes(inputs.job),
     ]
 
 
@@ -219,6 +220,7 @@ def _mounts(inputs: PodInputs) -> list[Json]:
             }
             for at, (claim, is_read_only) in enumerate(claims.items())
         ),
+        *trackers.mounts(inputs.job),
     ]
 
 

@@ -14,7 +14,7 @@ from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import Rdma
 from finetune_operator.backends import allow_rules
 from finetune_operator.backends.allow_rules import refused
-from finetune_operator.backends.kubernetes import pod_template, scheduling, volumes
+from finetune_operator.backends.kubernetes import pod_template, scheduling, trackers, volumes
 from finetune_operator.backends.kubernetes.attempt_profiles import FIELD, Snapshot, settings_of
 from finetune_operator.backends.kubernetes.child_names import RENDEZVOUS_PORT
 from finetune_operator.backends.kubernetes.volumes import CLAIM, BadUriError
@@ -38,6 +38,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *_queue(job, profile.spec),
         *_nodes(job, profile),
         *_template(job, profile.spec),
+        *trackers.problems(job, profile.spec),
     ]
 
 
@@ -89,6 +90,9 @@ def _forms(job: FineTuneJob) -> Iterator[Problem]:
     objects = {"spec.backend.kubernetes.serviceAccountName": settings_of(job).service_account_name}
     if token is not None:
         objects["spec.model.tokenSecretRef.name"] = token.name
+    for index, one in enumerate(spec.observability.trackers or ()):
+        if one.secret_ref is not None:
+            objects[f"{trackers.FIELD}[{index}].secretRef.name"] = one.secret_ref.name
     for path, name in labels.items():
         if name is not None and (wrong := wrong_label_value(name)):
             yield Problem(path, wrong)

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
+from finetune_operator.backends.kubernetes import trackers
 from finetune_operator.planner.train_config import SCHEDULED_EVENTS, Locations
 from finetune_operator.planner.uris import inputs_of, outputs_of, starts_of
 
@@ -143,6 +144,7 @@ def locations(job: FineTuneJob, profile: FineTuneProfileSpec, threads: int) -> L
         gpu_metrics=profile.gpu_metrics,
         scheduled_events_url=None if spec.capacity == "onDemand" else SCHEDULED_EVENTS,
         listing_lag_seconds=profile.listing_lag_seconds,
+        trackers=trackers.configs(job),
     )
 
 

@@ -30,7 +30,7 @@ from finetune_operator.backends.base import (
     Written,
 )
 from finetune_operator.backends.local import layout, machine_checks, nodes, overlaps, proc, records
-from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
+from finetune_operator.backends.local.environment import ENV_MARK, mark
 from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
 from finetune_operator.backends.local.rank_logs import read_log
 from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
@@ -114,7 +114,7 @@ class LocalBackend(Backend):
     async def submit(self, request: Request) -> Handle:
         """Start the nodes that were never started; adopt nodes that run or have ended."""
         folder = AttemptFolder(Path(request.name))
-        uid = start(request, folder, passed_on(self._context.environ))
+        uid = start(request, folder, self._context.environ)
         return layout.handle_for(folder, uid, self._context.manifest_dir)
 
     async def find(self, job: FineTuneJob, attempt: Attempt) -> Found | None:

@@ -13,7 +13,7 @@ from finetune_operator.api.paths import show_count, show_path
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.unbuilt import check_fields, only, unset
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.backends.local import layout
+from finetune_operator.backends.local import layout, trackers
 from finetune_operator.backends.local.layout import BadUriError
 from finetune_operator.backends.local.overlaps import overlaps
 from finetune_operator.backends.local.render import visible_gpus
@@ -33,6 +33,7 @@ _NO_EFFECT = (
     unset("queue"),
     unset("ttlSecondsAfterFinished"),
     unset("podTemplate"),
+    unset("observability.trackers[].secretRef", "remove it, and set WANDB_API_KEY or MLFLOW_*"),
 )
 
 
@@ -98,6 +99,7 @@ def missing(
         *_start(job, manifest_dir),
         *_folders(job, manifest_dir),
         *_cache(environ),
+        *trackers.problems(job, environ),
         *overlaps(job, manifest_dir),
         *_processors(job, environ, cores, gpus),
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.backends.base import Attempt, BackendContext, Request
-from finetune_operator.backends.local import layout
+from finetune_operator.backends.local import layout, trackers
 from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.planner.plan import Plan
@@ -99,4 +99,5 @@ def _locations(
         termination_path=str(folder.termination(0)),
         allow_foreign=spec.checkpoint.allow_foreign,
         threads_per_process=threads or max(1, cores // plan.world_size),
+        trackers=trackers.configs(plan.job),
     )

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune_operator.backends.base import Request
-from finetune_operator.backends.local import locks, records
-from finetune_operator.backends.local.environment import ENV_MARK, mark
+from finetune_operator.backends.local import locks, records, trackers
+from finetune_operator.backends.local.environment import ENV_MARK, mark, passed_on
 from finetune_operator.backends.local.layout import AttemptFolder
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.errors import AlreadyOwnedError, BackendError, TransientError
@@ -29,8 +29,10 @@ LAUNCHER = "finetune_operator.backends.local.launch"
 _FIRST_PORT, _NUM_PORTS = 10_000, 10_000
 
 
-def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str]) -> str:
+def start(request: Request, folder: AttemptFolder, environ: Mapping[str, str]) -> str:
     """Start the nodes of `request` that were never started, and return the attempt's uid.
+
+    The nodes inherit part of `environ`, the caller's environment.
 
     Raises:
         AlreadyOwnedError: The folder contains another job's attempt, which is left unchanged.
@@ -38,6 +40,7 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
         BackendError: A file cannot be written, or a process cannot be started.
     """
     attempt, config, *nodes = request.objects
+    environment = passed_on(environ)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         with locks.held(folder.lock) as is_mine:
@@ -50,7 +53,8 @@ def start(request: Request, folder: AttemptFolder, environment: Mapping[str, str
             was_stopped = folder.cancel.exists()  # perhaps before its nodes started
             for rank, node in enumerate(nodes):
                 if not was_stopped and not folder.node(rank).exists():
-                    _start_node(folder, rank, node, _complete(environment, node, record))
+                    own = {**environment, **trackers.variables(config["content"], rank, environ)}
+                    _start_node(folder, rank, node, _complete(own, node, record))
     except OSError as error:
         raise BackendError(
             f"{folder.path} cannot be used for attempt {request.attempt} ({error}); make room or "

@@ -1,38 +1,13 @@
-"""Read the curves of a run from rank 0's journal and buffer them until Azure ML has them."""
+"""Buffer the curves of a run until Azure ML has them, thinned out."""
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from finetune_trainer.launch.journal_points import CURVES, JournalPoints, Point
 
 # Maximum per kind of point; with four values per step, the points of both kinds are below MLflow's
 # limit of 1,000 values per request.
 MAX_POINTS = 150
-_NAMES = {
-    "step": {
-        "loss": "train/loss",
-        "grad_norm": "train/grad_norm",
-        "learning_rate": "train/learning_rate",
-        "tokens_per_second": "train/tokens_per_second",
-    },
-    "evaluated": {"loss": "eval/loss"},
-}
-
-
-class Point(NamedTuple):
-    """Values of one step in the journal.
-
-    Attributes:
-        number: Running number, by which sent points can be dropped.
-        time: Seconds since the epoch.
-        values: By the name of the curve; finite, because JSON has no other numbers.
-    """
-
-    number: int
-    step: int
-    time: float
-    values: Mapping[str, float]
 
 
 class Thinned:
@@ -71,33 +46,21 @@ class Curves:
     """Follows a growing journal and buffers unsent points, thinned out.
 
     Existing contents of the file belong to an earlier start and are skipped.
-
-    Attributes:
-        starts: Number of this start of the attempt, once rank 0 has claimed its folders.
     """
 
     def __init__(self, journal: Path) -> None:
-        self.starts: int | None = None
-        self._journal = journal
-        self._offset = journal.stat().st_size if journal.exists() else 0
-        self._count = 0
-        self._series = {event: Thinned() for event in _NAMES}
+        self._journal = JournalPoints(journal)
+        self._series = {event: Thinned() for event in CURVES}
+
+    @property
+    def starts(self) -> int | None:
+        """Number of this start of the attempt, once rank 0 has claimed its folders."""
+        return self._journal.starts
 
     def read(self) -> None:
         """Read new complete lines."""
-        try:
-            file = self._journal.open("rb")
-        except OSError:
-            return  # not written yet, or rank 0 itself reports the error of its disk
-        with file:
-            file.seek(self._offset)
-            lines, _, rest = file.read().rpartition(b"\n")
-            self._offset = file.tell() - len(rest)
-        for line in lines.splitlines():
-            try:
-                self._take(json.loads(line))
-            except ValueError:
-                continue  # truncated by a full disk
+        for kind, point in self._journal.read():
+            self._series[kind].add(point)
 
     @property
     def points(self) -> Sequence[Point]:
@@ -108,22 +71,3 @@ class Curves:
         """Drop the points up to number `last`."""
         for series in self._series.values():
             series.forget(last)
-
-    def _take(self, event: object) -> None:
-        match event:
-            case {"event": "claimed", "generation": int(generation)}:
-                self.starts = generation
-            case {
-                "event": str(kind),
-                "step": int(step),
-                "time": float(time),
-                **fields,
-            } if kind in _NAMES:
-                values = {curve: fields.get(field) for field, curve in _NAMES[kind].items()}
-                finite = {
-                    curve: float(value)
-                    for curve, value in values.items()
-                    if isinstance(value, int | float) and math.isfinite(value)
-                }
-                self._count += 1
-                self._series[kind].add(Point(self._count, step, time, finite))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from finetune_trainer.errors import TrainerError
-from finetune_trainer.launch.azureml.curves import Point
+from finetune_trainer.launch.journal_points import Point
 
 # Variables that Azure ML sets and the plugin requires; without the token it would open a browser.
 _VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_RUN_ID")
