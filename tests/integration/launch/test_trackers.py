@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from finetune_trainer.config import ExitCode, Progress, TrainConfig
+from finetune_trainer.launch.journal_points import journal_of
 from support.launch.launches import Launch, launch, train_config, until
 from support.launch.stand_in_mlflow import StandInMlflow, running_mlflow
 
@@ -42,8 +44,12 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     words = ["server", "--port", str(port), "--workers", "1", "--backend-store-uri", store]
     with subprocess.Popen([REAL_SERVER, *words], start_new_session=True) as process:
         try:
-            until(lambda: responds(f"http://127.0.0.1:{port}/health"), seconds=120)
-            yield f"http://127.0.0.1:{port}"
+            until(lambda: responds(f"http://127.0.0.1:{port}/health"))
+            url = f"http://127.0.0.1:{port}"
+            run = warm_up(url)  # the first requests import the store
+            call(url, "runs/log-batch", {"run_id": run, "metrics": []})
+            call(url, "runs/update", {"run_id": run, "status": "FINISHED"})
+            yield url
         finally:
             os.killpg(process.pid, signal.SIGTERM)
 
@@ -63,6 +69,14 @@ def call(address: str, path: str, body: dict[str, Any] | None = None) -> dict[st
     with urllib.request.urlopen(request, timeout=10) as response:
         found: dict[str, Any] = json.load(response)
     return found
+
+
+def warm_up(address: str) -> str:
+    """Create a run in another experiment and return its id."""
+    experiment = call(address, "experiments/create", {"name": "other"})["experiment_id"]
+    call(address, "runs/search", {"experiment_ids": [experiment]})
+    created = call(address, "runs/create", {"experiment_id": experiment, "run_name": "other"})
+    return str(created["run"]["info"]["run_id"])
 
 
 def run_config(folder: Path, attempt: int = 1, **telemetry: Any) -> TrainConfig:
@@ -154,9 +168,16 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_step(
     assert run.termination.exit_code == 0
 
 
-def wandb_process(config: TrainConfig, word: str, environ: dict[str, str]) -> str:
-    """Let the process of the trackers read the whole journal, and return its standard error."""
-    path = Path(config.termination_path).parent / "config.json"
+def write_journal(config: TrainConfig, steps: range) -> None:
+    journal = journal_of(Path(config.run_dir))
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"event": "step", "step": step, "time": 1e9 + step, "loss": step} for step in steps]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def follow(config: TrainConfig, word: str, environ: dict[str, str]) -> str:
+    """Let the process of the trackers read the whole journal, and return its output."""
+    path = Path(config.termination_path).with_name("config.json")
     path.write_text(config.to_json())
     done = subprocess.run(
         [sys.executable, "-P", "-m", "finetune_trainer.launch.trackers", str(path), "0", ""],
@@ -164,7 +185,53 @@ def wandb_process(config: TrainConfig, word: str, environ: dict[str, str]) -> st
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def records(file: Path) -> list[Any]:
+    """Return the records that the library has stored for `wandb sync`, in LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, data, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if (left := 32_768 - at % 32_768) < 7:
+            at += left  # no header fits into the rest of a block
+            continue
+        size, kind = struct.unpack_from("<HB", content, at + 4)
+        data += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            found.append(record)
+            data = b""
+    return found
+
+
+def test_attempts_are_one_run_of_wandb_whose_step_may_go_back(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    environ = {"WANDB_MODE": "offline", "WANDB_API_KEY": 40 * "k", "HOME": str(tmp_path / "home")}
+    points: list[tuple[float, float]] = []
+    for attempt, steps, word in ((1, range(1, 6), "stopped"), (2, range(4, 8), "done")):
+        config = run_config(tmp_path, attempt, trackers=[{"type": "wandb", "project": "trial"}])
+        write_journal(config, steps)
+        assert follow(config, word, environ) == ""
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*-u-1/run-u-1.wandb"))
+    assert len(files) == 2
+    for file in files:
+        for record in records(file):
+            if record.HasField("run"):
+                run = record.run
+                assert (run.run_id, run.project, run.display_name) == ("u-1", "trial", "tiny")
+            if record.HasField("history"):
+                values = {
+                    ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                points.append((values["train/global_step"], values["train/loss"]))
+    assert points == [(step, step) for step in (1, 2, 3, 4, 5, 4, 5, 6, 7)]
+    everything = b"".join(one.read_bytes() for one in tmp_path.rglob("*") if one.is_file())
+    assert 40 * b"k" not in everything
+    assert not list(tmp_path.rglob("requirements.txt"))

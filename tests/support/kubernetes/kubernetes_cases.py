@@ -116,6 +116,27 @@ CASES: Mapping[str, Case] = {
             "nodes": {"topologyKey": "example.com/infiniband-island"},
         },
     ),
+    "trackers": Case(
+        job={
+            "observability": {
+                "trackers": [
+                    {
+                        "type": "wandb",
+                        "project": "support",
+                        "entity": "team",
+                        "secretRef": {"name": "wandb", "key": "api-key"},
+                    },
+                    {"type": "mlflow", "project": "support", "url": "https://mlflow.test/a"},
+                ]
+            }
+        },
+        profile={
+            "allow": {
+                "secrets": ["wandb"],
+                "trackers": ["https://api.wandb.ai", "https://mlflow.test/a"],
+            }
+        },
+    ),
     "queue-template-identity": Case(
         job={
             "queue": {"name": "team", "priorityClass": "high"},

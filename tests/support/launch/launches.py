@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import finetune_trainer
 from finetune_trainer.config import Termination, TrainConfig
 
 _TESTS = Path(__file__).parents[2]
+_TRAINER = Path(finetune_trainer.__file__).parents[1]  # of these tests, not an installed one
 MAIN = Path(__file__).with_name("stand_in_main.py")
 
 
@@ -48,7 +50,7 @@ def clean_environment(**changes: str) -> dict[str, str]:
     keep = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     return {
         **keep,
-        "PYTHONPATH": str(_TESTS),
+        "PYTHONPATH": f"{_TESTS}{os.pathsep}{_TRAINER}",
         "PYTHONWARNINGS": "error",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

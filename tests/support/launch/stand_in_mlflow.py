@@ -75,13 +75,12 @@ class StandInMlflow(ThreadingHTTPServer):
                     }
                 case "runs/create":
                     return self._create(body)
-            run = self.runs.get(body.get("run_id", ""))
-            if run is None:
+            known = self.runs.get(body.get("run_id", ""))
+            if known is None:
                 return _error(404, "RESOURCE_DOES_NOT_EXIST")
-            if path == "runs/update":
-                run["status"] = body["status"]
-            elif path == "runs/log-batch":
-                return self._log(run, body)
+            if path == "runs/log-batch":
+                return self._log(known, body)
+            known["status"] = body["status"]
             return 200, {}
 
     def _experiment(self, name: str) -> tuple[int, Json]:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.api.v1alpha1.status import JobPhase, TrackerStatus
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
 from finetune_operator.reconcile.conditions import rfc3339
 from finetune_operator.reconcile.decide import Collect, Rejection, Submit
-from finetune_trainer.config import CheckpointRef, FailureClass, Phase
+from finetune_trainer.config import CheckpointRef, FailureClass, Phase, TrackerRun
 from support.kernel.fake_backend import PREEMPTED, ended
 from support.reconcile.decisions import PENDING, START, Life, lives, running
 
@@ -497,6 +497,15 @@ def test_progress_carries_no_digits_that_mean_nothing() -> None:
     life.see(running(2, loss=6.1461639404296875, eta_seconds=57.92001718224111, epoch=1 / 3))
     told = life.status.progress
     assert (told.loss, told.eta_seconds, told.epoch) == (6.1462, 58.0, 0.33333)
+
+
+def test_the_pages_of_the_trackers_outlast_the_attempt_that_reported_them() -> None:
+    life = started()
+    page = TrackerRun(type="mlflow", url="https://mlflow.test/#/experiments/1/runs/a")
+    life.see(running(2, trackers=(page,)))
+    life.wait(60)
+    life.see(running(3))
+    assert life.status.trackers == [TrackerStatus(type=page.type, url=page.url)]
 
 
 def test_the_transport_of_the_ranks_is_in_the_status_at_most_as_long_as_its_schema() -> None:

@@ -279,6 +279,27 @@ def test_the_token_reaches_the_process_and_no_file(folder: Path) -> None:
     assert not any(secret in text for text in texts)
 
 
+def test_variables_of_trackers_reach_node_0_of_a_job_that_has_them_and_no_file(
+    folder: Path,
+) -> None:
+    secret = "wandb_not_for_files"
+    environ = {"WANDB_API_KEY": secret, "MLFLOW_TRACKING_TOKEN": secret}
+    trackers = [{"type": "wandb", "project": "p"}]
+    backend = local_backend(folder, {"1": {"steps": 1000}}, environ)
+    plan = planned(topology__nodes=2, observability={"trackers": trackers})
+    handle = wait_for(backend.submit(backend.render(plan, Attempt(1))))
+    wait_until(lambda: starts(folder) == [(1, 0), (1, 1)])
+    first, second = (
+        Path(f"/proc/{_main_pid(folder, node)}/environ").read_text() for node in (0, 1)
+    )
+    assert f"WANDB_API_KEY={secret}" in first
+    assert "MLFLOW_" not in first
+    assert secret not in second
+    wait_for(backend.cancel(ref_to(handle), after(0.0)))
+    observed_until_gone(backend, handle)  # else files come and go while they are read
+    assert not any(secret in path.read_text() for path in folder.rglob("*") if path.is_file())
+
+
 @pytest.fixture
 def changing() -> Iterator[int]:
     """A process that replaces its program all the time, and its environment with it."""

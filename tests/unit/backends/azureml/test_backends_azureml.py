@@ -189,6 +189,8 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"podTemplate": {"metadata": {"labels": {"a": "b"}}}}, "spec.podTemplate",
      "has no effect on Azure ML; remove it"),
     ({"queue": {"name": "team"}}, "spec.queue", "set backend.azureml.priority"),
+    ({"observability": {"trackers": [{"type": "wandb", "project": "p"}]}},
+     "spec.observability.trackers", "remove it; Azure ML has the curves in its own MLflow"),
     ({"restartPolicy": {"restartsInPlace": 1}}, "spec.restartPolicy.restartsInPlace", "use 0"),
     ({"topology__rdma": "required"}, "spec.topology.rdma", "use auto"),
     ({"topology__placement": "spread"}, "spec.topology.placement", "use pack"),

@@ -258,6 +258,11 @@ def test_what_is_written_must_reach_a_volume_that_outlives_the_pod(
     assert (str(found), found.severity) == (says, severity)
 
 
+def tracker(**fields: Any) -> dict[str, Any]:
+    """Return what a job with one tracker has in addition."""
+    return {"observability": {"trackers": [{"type": "mlflow", "project": "p", **fields}]}}
+
+
 REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"metadata.namespace": "other"}, "spec.backend.kubernetes.profile",
      "may not be used in namespace"),
@@ -316,6 +321,20 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
     ({"checkpoint__uri": None, "topology__nodes": 2}, "spec.checkpoint.uri", "is missing"),
     ({"backend__kubernetes__profile": "nope"}, "spec.backend.kubernetes.profile",
      "nope is looked up"),
+    (tracker(type="wandb"), "spec.observability.trackers[0].url",
+     "https://api.wandb.ai is a tracking server that the profile does not allow (allowed: "
+     "https://mlflow.test)"),
+    (tracker(url="https://mlflow.test.evil.test"), "spec.observability.trackers[0].url",
+     "https://mlflow.test.evil.test is a tracking server that the profile does not allow"),
+    (tracker(url="https://mlflow.test/a"), "spec.observability.trackers[0].url",
+     "is a tracking server that the profile does not allow"),
+    (tracker(), "spec.observability.trackers[0].url",
+     "is missing; set the address of the MLflow server"),
+    (tracker(url="https://mlflow.test", secretRef={"name": "db", "key": "k"}),
+     "spec.observability.trackers[0].secretRef.name",
+     "db is a secret that the profile does not allow (allowed: hub)"),
+    (tracker(url="https://mlflow.test", secretRef={"name": "../hub", "key": "k"}),
+     "spec.observability.trackers[0].secretRef.name", "../hub is not a valid object name"),
 ]  # fmt: skip
 
 
@@ -326,6 +345,7 @@ def limited() -> KubernetesBackend:
                 "namespaces": ["default", "team-*"],
                 "maxGpusPerNode": 2,
                 "secrets": ["hub"],
+                "trackers": ["https://mlflow.test"],
                 "serviceAccounts": ["train-*"],
                 "env": ["OF_*", "HF_*", "LD_*", "NVIDIA_*", "PYTHON*"],
                 "maxResources": {"memory": "8Gi", "cpu": "64"},

@@ -189,6 +189,51 @@ def test_compressed_rows_are_rows_and_hidden_files_are_none(inputs: Path) -> Non
     assert backend(inputs).check_inputs(manifest) == []
 
 
+@pytest.mark.parametrize(
+    ("tracker", "environ", "says"),
+    [
+        pytest.param({"type": "wandb"}, {}, None, id="the library's own server"),
+        pytest.param(
+            {"type": "mlflow"},
+            {},
+            "is missing: MLFLOW_TRACKING_URI is not the address of an MLflow server; export it",
+            id="no server",
+        ),
+        pytest.param(
+            {"type": "mlflow"}, {"MLFLOW_TRACKING_URI": "./mlruns"}, "is missing: ", id="a folder"
+        ),
+        pytest.param(
+            {"type": "mlflow"}, {"MLFLOW_TRACKING_URI": "http://a:5000"}, None, id="a server"
+        ),
+        pytest.param(
+            {"type": "wandb", "url": "https://evil.test"},
+            {"WANDB_API_KEY": "k"},
+            "https://evil.test is not the server of this machine (WANDB_BASE_URL); remove it, or "
+            "export WANDB_BASE_URL=https://evil.test",
+            id="a server of the manifest alone",
+        ),
+        pytest.param(
+            {"type": "wandb", "url": "https://wandb.test"},
+            {"WANDB_BASE_URL": "https://wandb.test/"},
+            None,
+            id="a server of both",
+        ),
+    ],
+)
+def test_the_variables_of_the_user_name_the_server_of_a_tracker(
+    tracker: dict[str, str], environ: dict[str, str], says: str | None, inputs: Path
+) -> None:
+    manifest = job(observability={"trackers": [{"project": "p", **tracker}]})
+    made = LocalBackend(BackendContext(inputs, {"HOME": str(inputs), **environ}), cores=2)
+    found = [one for one in made.check_inputs(manifest) if "trackers" in one.path]
+    if says is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.path == "spec.observability.trackers[0].url"
+        assert says in problem.message
+
+
 def test_the_manifest_alone_says_whether_another_jobs_checkpoint_is_loaded() -> None:
     for allowed in (True, False):
         plan = planned(

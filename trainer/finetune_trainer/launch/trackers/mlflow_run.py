@@ -49,7 +49,7 @@ class MlflowError(TrainerError):
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(f"HTTP {status} {code} {message}".strip())
+        super().__init__(" ".join(filter(None, (f"HTTP {status}", code, message))))
         self.status = status
         self.code = code
 
