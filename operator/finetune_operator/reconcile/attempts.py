@@ -336,15 +336,12 @@ def with_progress(
     status = status.model_copy(
         update={"checkpoint": _ledger(status.checkpoint, report, checkpoints)}
     )
-<<<<<<< HEAD
-    if report.attempt != status.attempt:
-        return status
-    own: dict[str, int] = {"last_step": report.step}
-=======
     if report.trackers:
         runs = [TrackerStatus(type=one.type, url=one.url) for one in report.trackers]
         status = status.model_copy(update={"trackers": runs})
->>>>>>> abecb589 (trackers: report the curves of a run to W&B and MLflow)
+    if report.attempt != status.attempt:
+        return status
+    own: dict[str, int] = {"last_step": report.step}
     if report.resumed_step is not None:
         own["resumed_step"] = report.resumed_step
     if report.checkpoint is not None:
