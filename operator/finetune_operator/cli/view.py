@@ -94,6 +94,8 @@ def news(before: View, after: View) -> list[str]:
         found.append(f"held-out loss {new.eval_loss:.3f} at step {step}")
     if new.checkpoint and (old.checkpoint is None or old.checkpoint.step != new.checkpoint.step):
         found.append(f"checkpoint of step {new.checkpoint.step} committed")
+    known_runs = old.trackers or ()
+    found += [f"{one.type}: {one.url}" for one in new.trackers or () if one not in known_runs]
     found += [f"warning: {one}" for one in new.warnings if one not in old.warnings]
     return found
 

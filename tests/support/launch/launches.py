@@ -24,7 +24,7 @@ MAIN = Path(__file__).with_name("stand_in_main.py")
 def train_config(folder: Path, **changes: Any) -> TrainConfig:
     """Return a valid configuration of two processes that keeps everything below `folder`.
 
-    Values of `changes` replace or, for mappings, complete those of the same (snake case) name.
+    Values of `changes` replace or, for mappings, complete values of the same (snake case) name.
     """
     values: dict[str, Any] = {
         "job": {"name": "tiny", "uid": "u-1"},
@@ -66,7 +66,7 @@ class Launch:
     config: TrainConfig
 
     def wait(self, timeout: float = 150) -> int:
-        """Return the exit code; what it said is then in `stderr`."""
+        """Return the exit code; its standard error is then in `stderr`."""
         _, self.stderr = self.process.communicate(timeout=timeout)
         return self.process.returncode
 
@@ -113,7 +113,7 @@ def launch(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, nor is given by the kernel to whoever asks for any.
+    """Return a port without a listener, outside of the range that the kernel assigns.
 
     It is bound seconds later, by a process that imports torch first.
     """
@@ -142,7 +142,7 @@ def until(condition: Callable[[], bool], timeout: float = 150) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process runs; one that is dead but not yet reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

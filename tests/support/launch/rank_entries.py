@@ -186,7 +186,7 @@ def few_steps(
 def train_on(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
-    """Make steps for ever, whatever anybody says."""
+    """Make steps indefinitely and ignore stop requests."""
     return train(config, world, StopSignal(), telemetry, fence)
 
 
@@ -203,7 +203,7 @@ def leave_late(
 
 
 def report(step: int, seconds: float = STEP_SECONDS) -> StepReport:
-    """Return what a rank reports of a step."""
+    """Return the report of a rank about a step."""
     return StepReport(
         step=step,
         epoch=step / 100,

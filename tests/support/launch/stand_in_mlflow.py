@@ -1,7 +1,7 @@
 """An MLflow server's REST API in memory: experiments, runs, metrics, tags; and its faults.
 
-Its answers are those of mlflow 3.17; `tests/integration/launch/test_trackers.py` runs the same
-tests on a real server that FINETUNE_TEST_MLFLOW names.
+`tests/integration/launch/test_trackers.py` also runs on a real server, mlflow 3.17.2, if
+FINETUNE_TEST_MLFLOW names the program.
 """
 
 import base64
@@ -20,7 +20,7 @@ _UID = re.compile(r"tags\.`finetune\.job_uid` = '([^']*)'")
 
 
 class StandInMlflow(ThreadingHTTPServer):
-    """The server.
+    """An HTTP server on the loopback address.
 
     Attributes:
         token: Token that requests need; None accepts every request.
@@ -44,10 +44,10 @@ class StandInMlflow(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """URL of the server."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def answer(self, path: str, query: Json, body: Json) -> tuple[int, Json]:
+    def respond(self, path: str, query: Json, body: Json) -> tuple[int, Json]:
         """Return status and content of the response to a request."""
         with self.lock:
             match path:
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: StandInMlflow
 
     def log_message(self, *_: Any) -> None:
-        """Print nothing."""
+        """Do not print requests."""
 
     def do_GET(self) -> None:
         self._respond({})
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, content = 401, {"message": f"not {header}"}
         else:
             name = parts.path.removeprefix("/api/2.0/mlflow/")
-            status, content = server.answer(name, parse_qs(parts.query), body)
+            status, content = server.respond(name, parse_qs(parts.query), body)
         text = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

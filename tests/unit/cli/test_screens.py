@@ -17,6 +17,7 @@ from finetune_trainer.config import (
     Phase,
     Progress,
     Termination,
+    TrackerRun,
 )
 from support.api.builders import job
 
@@ -125,6 +126,12 @@ def test_news_say_nothing_of_an_attempt_that_completed() -> None:
             {"checkpoint": checkpoint(16)},
             "checkpoint of step 16 committed",
             id="checkpoint",
+        ),
+        pytest.param(
+            {},
+            {"trackers": (TrackerRun(type="mlflow", url="https://mlflow.test/a"),)},
+            "mlflow: https://mlflow.test/a",
+            id="page of a tracker",
         ),
         pytest.param(
             {"warnings": ("a",)}, {"warnings": ("a", "b")}, "warning: b", id="only the new warning"

@@ -1,4 +1,4 @@
-"""What a tracker gets from a journal, and what a bad server costs."""
+"""A tracker gets every point of a journal, and a bad server costs one warning."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ SECRET = "s3cr3t-t0ken"
 
 @pytest.fixture
 def server() -> Iterator[StandInMlflow]:
-    with running_mlflow() as made:
-        yield made
+    with running_mlflow() as running:
+        yield running
 
 
 def tracker(server: StandInMlflow, folder: Path, content: str = SECRET) -> TrackerConfig:
@@ -141,8 +141,10 @@ def test_an_address_that_is_no_server_is_refused(address: str) -> None:
 
 def test_a_warning_has_one_printable_line_without_secrets(tmp_path: Path) -> None:
     lines: list[str] = []
-    desk = Desk(None, lines.append)
-    desk.warn("mlflow", [SECRET], f"Bearer {SECRET} is\x1b[31m wrong\nmore")
+    (tmp_path / "credentials").write_text(f"me:{SECRET}")
+    path = str(tmp_path / "credentials")
+    one = TrackerConfig(type="mlflow", project="trial", credentials_path=path)
+    Desk(None, lines.append).warn(one, f"Bearer {SECRET} is\x1b[31m wrong\nmore")
     assert lines == [
         "warning: tracker mlflow: Bearer *** is [31m wrong; its curves may be incomplete, and "
         "training continues"

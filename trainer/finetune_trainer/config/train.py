@@ -227,7 +227,7 @@ class TelemetryConfig(ContractModel):
         None, description="Steps to profile; None profiles only on request."
     )
     trackers: tuple[TrackerConfig, ...] | None = Field(
-        None, description="Experiment trackers; at most one of each type."
+        None, description="Experiment trackers, each type at most once."
     )
 
 

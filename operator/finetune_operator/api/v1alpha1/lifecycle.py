@@ -270,7 +270,7 @@ class Observability(ApiModel):
     profile: ProfileSpec | None = None
     """Steps that torch.profiler records. The files are in run/profiles of the checkpoint folder."""
     trackers: Annotated[list[TrackerSpec], Field(min_length=1, max_length=2)] | None = None
-    """Experiment trackers that get the curves, at most one of each type. All attempts of a job are
+    """Experiment trackers that get the curves, each type at most once. All attempts of a job are
     one run there, whose page is in status.trackers."""
 
     cel_rules = (

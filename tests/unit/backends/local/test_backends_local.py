@@ -190,7 +190,7 @@ def test_compressed_rows_are_rows_and_hidden_files_are_none(inputs: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tracker", "environ", "says"),
+    ("tracker", "environ", "message"),
     [
         pytest.param({"type": "wandb"}, {}, None, id="the library's own server"),
         pytest.param(
@@ -221,17 +221,17 @@ def test_compressed_rows_are_rows_and_hidden_files_are_none(inputs: Path) -> Non
     ],
 )
 def test_the_variables_of_the_user_name_the_server_of_a_tracker(
-    tracker: dict[str, str], environ: dict[str, str], says: str | None, inputs: Path
+    tracker: dict[str, str], environ: dict[str, str], message: str | None, inputs: Path
 ) -> None:
     manifest = job(observability={"trackers": [{"project": "p", **tracker}]})
-    made = LocalBackend(BackendContext(inputs, {"HOME": str(inputs), **environ}), cores=2)
-    found = [one for one in made.check_inputs(manifest) if "trackers" in one.path]
-    if says is None:
+    local = LocalBackend(BackendContext(inputs, {"HOME": str(inputs), **environ}), cores=2)
+    found = [one for one in local.check_inputs(manifest) if "trackers" in one.path]
+    if message is None:
         assert found == []
     else:
         (problem,) = found
         assert problem.path == "spec.observability.trackers[0].url"
-        assert says in problem.message
+        assert message in problem.message
 
 
 def test_the_manifest_alone_says_whether_another_jobs_checkpoint_is_loaded() -> None:

@@ -169,12 +169,12 @@ class MlflowRun:
             if error.code != _NOT_FOUND:
                 raise
         try:
-            made = self._server.call("POST", "experiments/create", {"name": name})
+            created = self._server.call("POST", "experiments/create", {"name": name})
         except MlflowError as error:
             if error.code != _EXISTS:
                 raise
-            made = self._server.call("GET", path)["experiment"]  # another job was faster
-        return str(made["experiment_id"])
+            created = self._server.call("GET", path)["experiment"]  # another job was faster
+        return str(created["experiment_id"])
 
     def _known_run(self, uid: str) -> str | None:
         body = {

@@ -14,10 +14,8 @@ from typing import Self
 
 from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.launch.journal_points import journal_of, journal_size
-from finetune_trainer.launch.trackers.tracker import PREFIXES, End
+from finetune_trainer.launch.trackers.tracker import PREFIXES, End, seconds_for_the_end
 
-SECONDS_FOR_THE_END = 5.0
-"""Time for the last points: less than the time of the main process after its ranks."""
 _NOT_FOR_TRACKERS = "HF_TOKEN"
 
 
@@ -79,7 +77,7 @@ class TrackerProcess:
         ends = {ExitCode.DONE: End.DONE, ExitCode.PREEMPTED: End.STOPPED}
         word = {int(code): end for code, end in ends.items()}.get(exit_code, End.FAILED)
         with suppress(subprocess.TimeoutExpired, OSError):  # OSError: it has ended already
-            self._process.communicate(word.encode(), timeout=SECONDS_FOR_THE_END)
+            self._process.communicate(word.encode(), timeout=seconds_for_the_end(word))
         self._process.kill()
         self._process.wait()
         self._scratch.cleanup()

@@ -28,6 +28,7 @@ from finetune_trainer.launch.trackers.tracker import (
     RunFacts,
     Tracker,
     credentials_of,
+    seconds_for_the_end,
 )
 from finetune_trainer.telemetry.shared import publish_trackers, publish_warning
 from finetune_trainer.with_parent import end_with_parent
@@ -35,8 +36,8 @@ from finetune_trainer.with_parent import end_with_parent
 SECONDS_BETWEEN_TURNS = 2.0
 SECONDS_BETWEEN_RETRIES = 15.0
 SECONDS_UNTIL_IT_HANGS = 60.0
-SECONDS_FOR_THE_END = 4.0
-"""Time for the last points; the supervisor kills this process soon after."""
+SECONDS_TO_WARN = 1.0
+"""Time for the last warning, before the supervisor kills this process."""
 POINTS_PER_REQUEST = 200  # of at most 4 values; MLflow accepts 1,000 values
 MAX_CAUSE = 160  # characters
 MAX_URL = 512
@@ -118,7 +119,7 @@ class Follower:
             if self._is_unavailable or self._ending.wait(SECONDS_BETWEEN_RETRIES):
                 return None
         url = found[0].url
-        if url is not None and len(url) <= MAX_URL and url.startswith(("http://", "https://")):
+        if url is not None and len(url) <= MAX_URL and _is_page(url):
             self._opened(url)
         return found[0]
 
@@ -170,11 +171,11 @@ class Desk:
                 with suppress(OSError):  # the page is gone at the end of the attempt
                     publish_trackers(self._folder, self._runs)
 
-    def warn(self, kind: str, secrets: Sequence[str], cause: str) -> None:
+    def warn(self, tracker: TrackerConfig, cause: str) -> None:
         """Publish the warning of a tracker without its secrets."""
         sentence = (
-            f"tracker {kind}: {_one_line(cause, secrets)}; its curves may be incomplete, and "
-            "training continues"
+            f"tracker {tracker.type}: {_one_line(cause, _secrets(tracker))}; its curves may be "
+            "incomplete, and training continues"
         )
         with self._lock:
             try:
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str]) -> None:
             partial(_OPEN[one.type], one, facts),
             JournalPoints(journal, int(offset)),
             opened=partial(desk.opened, one.type),
-            warn=partial(desk.warn, one.type, _secrets(one)),
+            warn=partial(desk.warn, one),
         )
         for one in trackers
     ]
@@ -214,10 +215,14 @@ def main(arguments: Sequence[str]) -> None:
     word = sys.stdin.read()
     for one in followers:
         one.finish(End(word) if word in list(End) else End.FAILED)
-    deadline = time.monotonic() + SECONDS_FOR_THE_END
+    deadline = time.monotonic() + seconds_for_the_end(word) - SECONDS_TO_WARN
     for one in followers:
         one.join(max(0.0, deadline - time.monotonic()))
     os._exit(0)  # a library may wait in a handler of the interpreter's exit
+
+
+def _is_page(url: str) -> bool:
+    return url.startswith(("http://", "https://")) and url.isprintable()
 
 
 def _private_log() -> Callable[[str], None]:
