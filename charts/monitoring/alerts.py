@@ -119,6 +119,14 @@ def _on_jobs(windows: Windows) -> tuple[Alert, ...]:
             "The operator says that it runs, and no page of its nodes is scraped.",
         ),
         Alert(
+            "FineTuneProgressUnknown",
+            f'max by ({JOB}) (finetune_job_status_phase{{phase="Unknown"}}) == 1',
+            windows.long,
+            Severity.WARNING,
+            f"The operator cannot read the progress of {THE_JOB}.",
+            "All of its pods run, and rank 0 does not respond to the operator. The job may train.",
+        ),
+        Alert(
             "FineTuneRestartStorm",
             _counted(f"finetune_job_restarts_total[{duration(windows.share)}]") + " > 3",
             0,

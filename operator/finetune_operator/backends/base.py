@@ -184,6 +184,8 @@ class Observation:
         failure_class: Failure class if no process left a termination message; None means a lost
             worker.
         is_training: Whether it trains; None if only `progress` shows it.
+        unheard: Why the progress of rank 0 cannot be read, and the remedy; empty if it can be read,
+            or may be soon. `progress` is then None.
         obstacle: The current obstacle, in every phase; None if there is none.
         gives_up: Termination to record if the operator must end the attempt before it trains, for
             the sake of another job; None otherwise. As `Preempted` the restart is not counted.
@@ -203,6 +205,7 @@ class Observation:
     disruptions: int = 0
     failure_class: FailureClass | None = None
     is_training: bool | None = None
+    unheard: str = ""
     obstacle: Obstacle | None = None
     gives_up: Termination | None = None
     message: str = ""

@@ -9,6 +9,7 @@ from finetune_operator.reconcile.conditions import (
     Reason,
     find,
     is_true,
+    is_unheard,
     parse_rfc3339,
 )
 
@@ -45,6 +46,8 @@ def category_of(status: FineTuneJobStatus) -> Category | None:
         return Category.QUEUED
     if is_true(status, ConditionType.RUNNING):
         return None
+    if is_unheard(status):  # the next report includes the time without reports
+        return Category.OTHER if status.attempts[-1].last_step is None else None
     if is_recovering(status):
         return Category.RESTARTING
     if is_true(status, ConditionType.RESOURCES_READY):

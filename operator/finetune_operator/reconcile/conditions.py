@@ -38,6 +38,7 @@ class Reason(StrEnum):
     PROVISIONING = "Provisioning"
     STARTING = "Starting"
     TRAINING = "Training"
+    PROGRESS_UNKNOWN = "ProgressUnknown"
     RESTARTING = "Restarting"
     COMMITTED = "Committed"
     SUSPENDING = "Suspending"
@@ -62,6 +63,7 @@ class Stage(StrEnum):
 
     STARTING = "Starting"
     RUNNING = "Running"
+    UNHEARD = "Unheard"  # all nodes run, and the progress of rank 0 cannot be read
     RESTARTING = "Restarting"
     SUSPENDING = "Suspending"
     ENDING = "Ending"  # a deadline has passed, and the attempt is being stopped
@@ -81,7 +83,7 @@ class Stage(StrEnum):
 @dataclass(frozen=True)
 class _Row:
     phase: JobPhase | None  # None: the phase is unchanged
-    truth: Mapping[ConditionType, bool]
+    truth: Mapping[ConditionType, bool | None]  # None: the status is Unknown
 
 
 _T = ConditionType
@@ -95,6 +97,10 @@ _TABLE: Mapping[Stage, _Row] = {
     Stage.RUNNING: _Row(
         JobPhase.RUNNING,
         {_T.RESOURCES_READY: True, _T.RUNNING: True, _T.READY: True, _T.RECONCILING: False},
+    ),
+    Stage.UNHEARD: _Row(
+        JobPhase.UNKNOWN,
+        {_T.RESOURCES_READY: True, _T.RUNNING: None, _T.READY: False, _T.RECONCILING: True},
     ),
     Stage.RESTARTING: _Row(
         JobPhase.RESTARTING,
@@ -253,6 +259,12 @@ def is_true(status: FineTuneJobStatus, kind: ConditionType) -> bool:
     return found is not None and found.status == "True"
 
 
+def is_unheard(status: FineTuneJobStatus) -> bool:
+    """Whether it is unknown if the attempt trains, because its progress cannot be read."""
+    found = find(status, ConditionType.RUNNING)
+    return found is not None and found.status == "Unknown"
+
+
 def is_finished(status: FineTuneJobStatus) -> bool:
     """Whether the job is Complete or Failed, which is final."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
@@ -297,7 +309,7 @@ def _content(condition: Condition) -> tuple[object, ...]:
 _WITH_MEANWHILE = frozenset({ConditionType.READY, ConditionType.RECONCILING})
 _EPOCH = "1970-01-01T00:00:00Z"
 _BEING_DELETED = frozenset({Stage.DELETING, Stage.DELETED})
-_ACTIVE = frozenset({Stage.STARTING, Stage.RUNNING, Stage.RESTARTING})
+_ACTIVE = frozenset({Stage.STARTING, Stage.RUNNING, Stage.UNHEARD, Stage.RESTARTING})
 
 
 def _admission(
@@ -340,8 +352,8 @@ def describe(
     row = _TABLE[situation.stage]
     conditions = {condition.type: condition for condition in status.conditions}
 
-    def put(kind: ConditionType, value: bool, reason: str, message: str) -> None:
-        old, new_status = conditions.get(kind), str(value)
+    def put(kind: ConditionType, value: bool | None, reason: str, message: str) -> None:
+        old, new_status = conditions.get(kind), "Unknown" if value is None else str(value)
         if old is not None and _content(old) == (new_status, reason, message, generation):
             return
         conditions[kind] = Condition(
@@ -368,7 +380,7 @@ def describe(
         text = situation.message
         if situation.meanwhile and kind in _WITH_MEANWHILE:
             text = f"{text}; {situation.meanwhile}"
-        put(kind, value or has_resources, situation.reason, text)
+        put(kind, True if has_resources else value, situation.reason, text)
     if ConditionType.STALLED not in row.truth:
         obstacle = situation.obstacle
         source = obstacle if obstacle is not None and obstacle.is_stalled else situation

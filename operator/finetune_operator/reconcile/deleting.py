@@ -13,7 +13,7 @@ from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.reconcile import attempts, failures
 from finetune_operator.reconcile.conditions import Reason, Situation, Stage, describe
 from finetune_operator.reconcile.decide import Cancel, Decision
-from finetune_operator.reconcile.during import describe_stop
+from finetune_operator.reconcile.watching import describe_stop
 
 ORPHAN = "orphan"
 """Finalizer of `--cascade=orphan`: the dependents of the job are retained."""

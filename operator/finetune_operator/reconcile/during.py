@@ -7,12 +7,10 @@ that is not created yet.
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
-from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
 from finetune_operator.reconcile.attempts import active_since, first_without_nodes, given_up
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -24,7 +22,8 @@ from finetune_operator.reconcile.conditions import (
     parse_rfc3339,
     stage_of_start,
 )
-from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination
+from finetune_operator.reconcile.watching import describe_stop, watch
+from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 LOST_NODE_GRACE_SECONDS = 10.0
 """Grace period of a gang that has lost a node: it can no longer save a checkpoint."""
@@ -32,8 +31,6 @@ LOST_NODE_GRACE_SECONDS = 10.0
 RENDEZVOUS_SECONDS = 600.0
 """Time for the ranks to arrive at the rendezvous once all nodes run."""
 
-_BEFORE_TRAINING = frozenset({Phase.STARTING, Phase.TOKENIZING, Phase.LOADING})
-_ORDERLY_EXITS = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 _WITHOUT_OBSTACLE = (Reason.PROVISIONING, Reason.RESTARTING)
 _DEADLINES = (Reason.PENDING_DEADLINE_EXCEEDED, Reason.ACTIVE_DEADLINE_EXCEEDED)
 
@@ -125,8 +122,10 @@ def follow(
         text = f"{text}; waiting until all of its processes are gone"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         stop_in = _remaining_grace(observation, grace)
+    elif (watched := watch(attempt, status, observation)) is not None:
+        situation = watched
     else:
-        situation = _watching(attempt, status, observation)
+        return Course(None, None, requeue)
     if observation.warning:
         situation = replace(situation, message=f"{situation.message}; {observation.warning}")
     return Course(replace(situation, obstacle=observation.obstacle), stop_in, requeue, end)
@@ -183,79 +182,6 @@ def _remaining_grace(observation: Observation, grace: float) -> float:
     if termination is not None and termination.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
         return grace
     return min(grace, LOST_NODE_GRACE_SECONDS)
-
-
-def _watching(
-    attempt: AttemptStatus, status: FineTuneJobStatus, observation: Observation
-) -> Situation:
-    runs = observation.phase in (AttemptPhase.RUNNING, AttemptPhase.SUCCEEDED)
-    if runs and _trains(status, observation):
-        text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
-        return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
-    stage, obstacle = stage_of_start(attempt.number), observation.obstacle
-    if runs and obstacle is None:
-        progress = observation.progress
-        activity = progress.waits_for if progress is not None else None
-        activity = activity or "ranks connect and load model and data"
-        text = f"all nodes of attempt {attempt.number} run; {activity}"
-        return Situation(stage, Reason.STARTING, text, exists=True)
-    text = observation.message or f"attempt {attempt.number} waits for its nodes"
-    if obstacle is None:
-        return Situation(stage, Reason.PROVISIONING, text, exists=True)
-    if obstacle.is_stalled:
-        stage = Stage.BLOCKED  # waiting does not help
-    reason = Reason.PROVISIONING if obstacle.effect is Effect.NONE else obstacle.reason
-    return Situation(stage, reason, obstacle.message or text, exists=True)
-
-
-def _trains(status: FineTuneJobStatus, observation: Observation) -> bool:
-    """Whether the attempt has begun to train, by the last report of rank 0.
-
-    Without a report the last known state counts, because rank 0 may be the first rank to exit, and
-    an operator that has just started has not received a report yet.
-    """
-    if observation.is_training is not None:
-        return observation.is_training
-    if (report := observation.progress) is not None:
-        return report.phase not in _BEFORE_TRAINING
-    return is_true(status, ConditionType.RUNNING)
-
-
-def describe_stop(
-    status: FineTuneJobStatus,
-    attempt: AttemptStatus,
-    observation: Observation,
-    grace: float,
-    *,
-    saves: bool = True,
-) -> str:
-    """Return a clause that describes how the attempt stops.
-
-    Args:
-        status: Status of the job, with the conditions of the attempt.
-        attempt: The open attempt.
-        observation: Observation of the attempt.
-        grace: Seconds after which the remaining processes are killed.
-        saves: Whether the attempt saves checkpoints.
-    """
-    name = f"attempt {attempt.number}"
-    killed = f"processes that still run after {grace:g} s are killed"
-    if _trains(status, observation):
-        if _has_lost_a_node(observation):
-            return f"{name} has lost a node and stops without another checkpoint; {killed}"
-        if not saves:
-            return f"{name} stops without a checkpoint (spec.checkpoint.enabled); {killed}"
-        return f"{name} saves a checkpoint of its newest step and stops; {killed}"
-    if not observation.nodes_ready:
-        return f"{name} is stopped before it starts to train"
-    return f"{name} has not trained yet and stops without a checkpoint; {killed}"
-
-
-def _has_lost_a_node(observation: Observation) -> bool:
-    termination = observation.termination
-    if termination is None or observation.phase is not AttemptPhase.FAILED:
-        return False
-    return termination.exit_code not in _ORDERLY_EXITS
 
 
 def active_deadline(limits: Deadlines, status: FineTuneJobStatus) -> Deadline | None:

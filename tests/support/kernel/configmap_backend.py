@@ -208,6 +208,7 @@ def _seen(made: Object) -> Observation:
         nodes_ready=int(data.get("ready", "0")),
         termination=_words(int(code)) if code else None,
         progress=_progress(data),
+        unheard=data.get("unheard", ""),
         obstacle=Obstacle(word, data.get("message", ""), _EFFECTS.get(word, Effect.DELAYED))
         if word
         else None,

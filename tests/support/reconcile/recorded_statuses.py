@@ -65,6 +65,7 @@ MOMENTS = (
     Moment("loads model and data", "loads", "Starting", Stage.STARTING),
     Moment("trains", "trains", "Training", Stage.RUNNING),
     Moment("trains, somebody must look", "troubled", "Training", Stage.RUNNING, ("Stalled=True",)),
+    Moment("its progress is unknown", "silent", "ProgressUnknown", Stage.UNHEARD),
     Moment("restarts after a fault", "restarts", "Restarting", Stage.RESTARTING),
     Moment("is being suspended", "pauses", "Suspending", Stage.SUSPENDING),
     Moment("suspended", "pauses", "SuspendedByUser", Stage.SUSPENDED),
@@ -147,6 +148,7 @@ def _live(api: Api, namespace: str) -> None:
     begin("lacks-room", {"reason": "Unschedulable", "message": "no node has 8 GPUs"})
     begin("queues", {"reason": "Queued", "message": "the queue is full"})
     begin("loads", {"phase": "Running", "ready": "1"})
+    begin("silent", {"phase": "Running", "ready": "1", "unheard": "its page does not respond"})
     for name in ("blocked", "resumes"):  # the name of its attempt is taken
         body = {"metadata": {"name": f"{name}-1"}}
         api.run(api.client.create(CONFIG_MAPS, body, namespace))
@@ -190,6 +192,7 @@ def _live(api: Api, namespace: str) -> None:
         ("queues", "Queued"),
         ("loads", "Starting"),
         ("trains", "Training"),
+        ("silent", "ProgressUnknown"),
         ("restarts", "Restarting"),
         ("rests", "SuspendedByUser"),
         ("starts", "Provisioning"),

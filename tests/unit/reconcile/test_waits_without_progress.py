@@ -105,7 +105,7 @@ def test_the_wait_doubles_from_ten_seconds_to_five_minutes() -> None:
     assert waits(life, KILLED, silent, 9) == [0, 10, 20, 40, 80, 160, 300, 300, 300]
 
 
-def test_the_status_says_why_the_next_attempt_waits() -> None:
+def test_the_status_names_the_cause_of_a_wait() -> None:
     life = begun(restart_policy=FREE)
     life.see(KILLED)
     life.see(KILLED)

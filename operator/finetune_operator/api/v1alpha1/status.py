@@ -21,6 +21,7 @@ class JobPhase(StrEnum):
     QUEUED = "Queued"
     STARTING = "Starting"
     RUNNING = "Running"
+    UNKNOWN = "Unknown"
     RESTARTING = "Restarting"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"

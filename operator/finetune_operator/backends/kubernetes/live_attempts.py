@@ -206,7 +206,15 @@ class LiveAttempts:
             return seen
         interval = facts.status_interval_seconds
         read = await self._progress.read(uid, address, facts.metrics_port, interval)
-        return replace(seen, progress=read.progress, requeue_seconds=read.requeue_seconds)
+        seen = replace(seen, progress=read.progress, requeue_seconds=read.requeue_seconds)
+        if read.trouble:
+            remedy = (
+                f"check the pod's node, and that NetworkPolicies let the operator connect to port "
+                f"{facts.metrics_port} of the pod"
+            )
+            return replace(seen, unheard=f"{read.trouble}; {remedy}")
+        is_early = read.is_early and read.progress is None
+        return replace(seen, is_training=False) if is_early else seen
 
     async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]

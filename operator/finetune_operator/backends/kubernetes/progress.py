@@ -5,7 +5,9 @@ Each request runs as its own task; `read` returns the newest progress, and when 
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import aiohttp
 from pydantic import ValidationError
@@ -20,6 +22,7 @@ _SOON_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
 _PART = 0.25  # the next wait as a fraction of the time so far
 _LONG_SILENCE_SECONDS = 60.0
+"""Time without a response after which the progress of a run is unknown."""
 _MAX_BYTES = 1 << 20
 # Phases in which progress is read less often. Tokenizing is not among them although it may take
 # long, because a user waits for the first step.
@@ -60,16 +63,18 @@ class _Pull:
     Attributes:
         due: When the next request is due.
         begun: When the last request was sent.
-        is_silent: Whether the last request got no response.
-        is_logged: Whether a log line reported the silence.
+        is_early: Whether the last response was that rank 0 has no progress yet.
+        silent_since: When the first request without a response was sent; None after a response.
+        trouble: Why the run has been silent for long; empty otherwise.
     """
 
     pace: Pace
     due: float
     begun: float = 0.0
     newest: Progress | None = None
-    is_silent: bool = False
-    is_logged: bool = False
+    is_early: bool = False
+    silent_since: float | None = None
+    trouble: str = ""
     task: "asyncio.Task[None] | None" = None
 
 
@@ -78,12 +83,16 @@ class Reading:
     """The newest progress of a run.
 
     Attributes:
-        progress: The last published progress; None before that.
+        progress: The last published progress; None before that, and if it is too old.
         requeue_seconds: When to read again.
+        is_early: Whether rank 0 responds, but has no progress yet.
+        trouble: Why rank 0 has not responded for a minute, with the URL; empty otherwise.
     """
 
     progress: Progress | None
     requeue_seconds: float
+    is_early: bool = False
+    trouble: str = ""
 
 
 class ProgressReader:
@@ -117,13 +126,15 @@ class ProgressReader:
             pull.begun = loop.time()
             pull.task = asyncio.create_task(self._pull(pull, f"http://{host}:{port}/progress"))
             await asyncio.wait({pull.task}, timeout=_PATIENCE_SECONDS)
+        wait = max(0.1, pull.due - loop.time())
         if pull.task is not None:
-            if not pull.is_silent and loop.time() < pull.begun + _SOON_SECONDS:
-                return Reading(pull.newest, _SOON_SECONDS)
             # A pod that is silent for so long will probably not respond to this request.
             over = pull.begun + _TIMEOUT_SECONDS
-            return Reading(pull.newest, over + pull.pace.after_failure(over) - loop.time())
-        return Reading(pull.newest, max(0.1, pull.due - loop.time()))
+            wait = over + pull.pace.after_failure(over) - loop.time()
+            if pull.silent_since is None and loop.time() < pull.begun + _SOON_SECONDS:
+                wait = _SOON_SECONDS
+        newest = None if pull.trouble else pull.newest
+        return Reading(newest, wait, pull.is_early, pull.trouble)
 
     def forget(self, uid: str) -> None:
         """Drop the state of a finished attempt."""
@@ -151,23 +162,49 @@ class ProgressReader:
                 "GET",
                 url,
                 timeout=limit,
-                raise_for_status=True,
                 allow_redirects=False,
                 connector=self._connector,
             ) as response:
                 text = await _read(response.content)
-            pull.newest = Progress.of_any_version(text)
-            pull.is_silent = pull.is_logged = False
-            wait = pull.pace.after_response(loop.time(), is_steady=pull.newest.phase in _STEADY)
+                pull.is_early = _is_early(response, text)
+                if not pull.is_early:
+                    response.raise_for_status()
+                    pull.newest = Progress.of_any_version(text)
+            pull.silent_since, pull.trouble = None, ""
+            is_steady = pull.newest is not None and pull.newest.phase in _STEADY
+            wait = pull.pace.after_response(loop.time(), is_steady=is_steady)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
-            pull.is_silent = True
+            if pull.silent_since is None:
+                pull.silent_since = pull.begun
             wait = pull.pace.after_failure(loop.time())
-            if not pull.is_logged and loop.time() - pull.pace.since > _LONG_SILENCE_SECONDS:
-                log.warning("no progress from %s (%s)", url, error or type(error).__name__)
-                pull.is_logged = True
+            silent_seconds = loop.time() - pull.silent_since
+            if not pull.trouble and silent_seconds >= _LONG_SILENCE_SECONDS:
+                pull.trouble = f"{url} does not respond ({_why(error)})"
+                log.warning("no progress: %s", pull.trouble)
         finally:
             pull.task = None
         pull.due = loop.time() + wait
+
+
+def _is_early(response: aiohttp.ClientResponse, text: bytes) -> bool:
+    """Whether the page of the trainer responds that rank 0 has not reported yet.
+
+    A proxy may respond with the same status in place of a page that it does not reach.
+    """
+    return response.status == HTTPStatus.SERVICE_UNAVAILABLE and text.startswith(b'{"message": ')
+
+
+def _why(error: Exception) -> str:
+    """Return in a few words why a request has failed."""
+    if isinstance(error, TimeoutError):
+        return f"no response within {_TIMEOUT_SECONDS:g} s"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"HTTP status {error.status}"
+    if isinstance(error, ValidationError):
+        return "its response is not the progress of a run"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno).lower()
+    return str(error) or type(error).__name__
 
 
 async def _read(content: "aiohttp.StreamReader") -> bytes:
