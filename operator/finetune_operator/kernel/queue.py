@@ -71,7 +71,7 @@ class _Group:
     """Keys of one group.
 
     Attributes:
-        waits: Queued keys by namespace; the next turn is that of the first namespace.
+        waits: Queued keys by namespace; the first namespace has the next turn.
         taken: Keys that workers process, and since when.
         open_since: Time when the group last used its whole share of the workers.
     """

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import yaml
@@ -310,18 +311,17 @@ def test_two_releases_that_serve_one_namespace_are_refused(
 def test_an_upgrade_may_change_the_name_of_its_objects(
     api: Api, releases: Releases, option: str, served: list[str]
 ) -> None:
-    def put(namespace: str, **values: object) -> str:
-        none, settings = {"install": False}, {"namespaces": served}
-        return releases.put(namespace, crds=none, settings=settings, **values)
-
-    assert put("one") == ""
-    assert put("one", **{option: "tuner"}) == ""
+    values: dict[str, Any] = {"crds": {"install": False}, "settings": {"namespaces": served}}
+    assert releases.put("one", **values) == ""
+    assert releases.put("one", **values, **{option: "tuner"}) == ""
     bindings = [one["metadata"]["name"] for one in api.run(api.client.list(_ROLE_BINDINGS)).items]
     ours = [name for name in bindings if name.startswith("one-")]
     assert len(ours) == 1
     assert ours[0].endswith("tuner")
-    assert "release ft of namespace one serves" in put("two", **{option: "other"})
-    assert put("one") == ""
+    assert "release ft of namespace one serves" in releases.put(
+        "two", **values, **{option: "other"}
+    )
+    assert releases.put("one", **values) == ""
 
 
 def test_two_releases_of_one_namespace_do_not_wait_for_one_lease(releases: Releases) -> None:

@@ -304,17 +304,17 @@ def test_logs_of_a_waiting_job_give_its_reason_and_follow_waits_for_it(tmp_path:
                 "no log of FineTuneJob default/tiny: it has no attempt yet; the job is Suspended "
                 "(SuspendedByUser): "
             )
-            code, said = project.call("logs", "tiny", "-n", "default")
-            assert (code, len(said.splitlines())) == (1, 1), said
-            assert said.startswith(reason)
+            code, output = project.call("logs", "tiny", "-n", "default")
+            assert (code, len(output.splitlines())) == (1, 1), output
+            assert output.startswith(reason)
             with project.start("logs", "tiny", "-n", "default", "-f") as followed:
                 assert followed.stdout is not None
                 assert followed.stdout.readline().startswith(reason)
                 resume = {"spec": {"suspend": False}}
                 api.run(api.client.patch(FINE_TUNE_JOBS, "tiny", "default", resume))
-                said, _ = followed.communicate(timeout=PATIENCE_SECONDS)
-            assert followed.returncode == 0, said
-            assert "node 0 of attempt 1 starts at step 0" in said
+                output, _ = followed.communicate(timeout=PATIENCE_SECONDS)
+            assert followed.returncode == 0, output
+            assert "node 0 of attempt 1 starts at step 0" in output
             api.close()
         finally:
             process.send_signal(signal.SIGINT)

@@ -160,7 +160,7 @@ def test_a_status_of_another_version_is_shown_as_far_as_it_can_be(
     assert row_of({"metadata": {"namespace": "n", "name": "j"}, "status": status}) == row
 
 
-def test_reason_and_age_of_a_job_are_those_of_kubectl_get() -> None:
+def test_reason_and_age_of_a_job_match_kubectl_get() -> None:
     conditions = [
         {"type": "Running", "status": "False", "reason": "Provisioning"},
         {"type": "Ready", "status": "False", "reason": "Unschedulable"},

@@ -45,7 +45,7 @@ def observation_of(batch_job: Object, pods: Sequence[Object]) -> Observation:
     alive = [pod for pod in pods if is_alive(pod)]
     running = [pod for pod in alive if container_state(pod, "running") is not None]
     all_gone = not alive and creates_no_more_pods(batch_job, pods, wanted)
-    # A batch Job that another client has made smaller becomes Complete without finishing its work.
+    # A batch Job that another client has scaled down becomes Complete without finishing its work.
     # And all pods may have ended seconds before the Job reports it.
     is_complete = has(batch_job, "Complete") and size == wanted
     done = {end.index for end in ends if end.termination.exit_code == ExitCode.DONE}

@@ -56,7 +56,7 @@ class PartialGangs:
     ) -> tuple[Termination | None, float | None]:
         """Record a pending gang; return its termination if it gives way, and when to ask again.
 
-        Only the youngest gang gives way, so that its nodes may complete one of the others.
+        Only the youngest gang gives way, so that its nodes may complete another gang.
         """
         uid, now = batch_job["metadata"]["uid"], self._now()
         gang, num_placed = self._gangs.get(uid), _num_placed(batch_job, pods)

@@ -218,7 +218,8 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
 
 
 def test_a_namespace_that_may_not_use_a_profile_sees_no_value_of_it() -> None:
-    asked = {"backend__azureml__compute": "theirs", "topology__instanceType": "big"}
+    asked: dict[str, Any] = {"backend__azureml__compute": "theirs"}
+    asked |= {"topology__instanceType": "big"}
     asked |= {"topology__nodes": 8, "training__globalBatchSize": 8}
     (found,) = limited().validate(job(**{**JOB, **asked, "metadata.namespace": "other"}))
     assert str(found) == (

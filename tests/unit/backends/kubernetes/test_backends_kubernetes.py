@@ -259,7 +259,7 @@ def test_what_is_written_must_reach_a_volume_that_outlives_the_pod(
 
 
 def tracker(**fields: Any) -> dict[str, Any]:
-    """Return what a job with one tracker has in addition."""
+    """Return the additions of a job with one tracker."""
     return {"observability": {"trackers": [{"type": "mlflow", "project": "p", **fields}]}}
 
 
