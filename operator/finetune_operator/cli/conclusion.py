@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from finetune_operator.reconcile.attempts import handle_of
 from finetune_operator.reconcile.conditions import ConditionType, find, is_true
 from finetune_trainer.config import Progress
 
+_CURVES = "tensorboard"  # the trainer's folder in the run directory
 EXIT_FAILED = 1
 EXIT_STOPPED = 130  # as a shell reports a program that Ctrl-C ended
 
@@ -103,7 +105,9 @@ def _outcome(target: Target, progress: Progress) -> Outcome:
     output, spec = target.folders.output, target.job.spec
     if spec.output.format is OutputFormat.BOTH:
         output = output / OutputFormat.ADAPTER.value
-    return outcome_of(output, target.base_folder, progress)
+    curves = target.folders.run / _CURVES
+    found = outcome_of(output, target.base_folder, progress)
+    return replace(found, curves=curves if any(curves.glob("events.*")) else None)
 
 
 def outcome_of(output: Path, base: Path | None, progress: Progress) -> Outcome:

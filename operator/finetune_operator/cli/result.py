@@ -1,6 +1,9 @@
 """Print the result of a Complete job for `ftctl run`: the losses, and how to use the model."""
 
 import json
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ class Outcome:
         is_adapter: Whether the folder holds an adapter, which needs its base model.
         base: Local folder of the base model of an adapter; None if it is on the hub.
         num_tokens: Size of the vocabulary with the tokens that an adapter adds; None without any.
+        curves: Folder of the TensorBoard files; None if there are none.
     """
 
     progress: Progress
@@ -29,6 +33,7 @@ class Outcome:
     is_adapter: bool
     base: Path | None
     num_tokens: int | None = None
+    curves: Path | None = None
 
 
 def loading_lines(model: str, base: str | None, num_tokens: int | None = None) -> tuple[str, ...]:
@@ -96,7 +101,17 @@ def _figures(outcome: Outcome) -> list[tuple[str, str]]:
     if progress.tokens_per_second is not None:
         rows.append(("tokens/s", f"{progress.tokens_per_second:,.0f}"))
     rows.append(("adapter" if outcome.is_adapter else "model", shown_path(outcome.model)))
+    if outcome.curves is not None:
+        folder = shlex.quote(shown_path(outcome.curves))
+        rows.append(("curves", f"{_tensorboard()} --logdir {folder}"))
     return rows
+
+
+def _tensorboard() -> str:
+    """Return the command; as a tool of its own, ftctl does not put TensorBoard on the path."""
+    if shutil.which("tensorboard"):
+        return "tensorboard"
+    return f"{shlex.quote(sys.executable)} -m tensorboard.main"
 
 
 def change(before: float, after: float) -> str:

@@ -101,6 +101,7 @@ async def _follow(
         report(opened.note)
     last = view_of(opened.job, None)
     with _screen(console, last, plain=plain) as screen:
+        screen.note(_effect_of_ctrl_c(target, opened.job))
 
         def show(job: FineTuneJob, seen: Observation | None) -> None:
             nonlocal last
@@ -125,6 +126,14 @@ async def _follow(
         work = follow(opened.job, folder, context, on_observation=show, stop=stop, then=opened.then)
         job = await until_unread(work, is_stopping=stop.asked.is_set, name=last.name, again=again)
     return job, last
+
+
+def _effect_of_ctrl_c(target: Target, job: FineTuneJob) -> str:
+    if not target.backend.runs_on_this_machine:
+        return "Ctrl-C leaves the job running; the same command follows it again"
+    if job.spec.checkpoint.enabled is False:
+        return "Ctrl-C stops without a checkpoint (spec.checkpoint.enabled)"
+    return "Ctrl-C saves a checkpoint and stops; the same command resumes"
 
 
 def _screen(console: Console, first: View, *, plain: bool) -> LiveScreen | PlainScreen:

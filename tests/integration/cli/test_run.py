@@ -136,7 +136,21 @@ def test_run_prints_phases_losses_and_answers(complete: tuple[Path, str]) -> Non
     assert any(re.match(r"held-out loss +\d\.\d+ → \d\.\d+ \(-\d+\.\d %\)", line) for line in lines)
     assert any(re.match(r"question +What is 3 plus 3\?", line) for line in lines)
     assert any(re.match(r"adapter +runs/default/tiny/output$", line) for line in lines)
+    curves = r"curves +\S.* --logdir runs/default/tiny/tensorboard$"
+    assert any(re.match(curves, line) for line in lines)
+    assert lines[0].endswith("  Ctrl-C saves a checkpoint and stops; the same command resumes")
     assert "\x1b" not in output
+
+
+def test_the_command_for_the_curves_finds_those_of_the_run(complete: tuple[Path, str]) -> None:
+    folder, output = complete
+    found = re.search(r" --logdir (.+)", output)
+    assert found
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / found[1]))
+    events.Reload()
+    assert "train/loss" in events.Tags()["scalars"]
 
 
 @pytest.mark.full

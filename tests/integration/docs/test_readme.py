@@ -141,6 +141,14 @@ def test_make_run_runs_the_quickstart_that_the_other_tests_check() -> None:
     assert ".venv/bin/ftctl run examples/00-quickstart.yaml" in done.stdout
 
 
+def test_make_run_of_an_own_manifest_may_use_the_hub() -> None:
+    words = ["make", "--dry-run", "run", "EXAMPLE=own.yaml"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+    [command] = [line for line in done.stdout.splitlines() if "ftctl run own.yaml" in line]
+    assert "OFFLINE" not in command
+
+
 def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     [manifest] = [text for language, text in blocks if language == "yaml"]

