@@ -54,8 +54,10 @@ def init(
     """
     named = _columns(columns)
     base, rows = place_of(model, "--model"), place_of(data, "--data")
-    if base.path is not None and not base.path.is_dir():
-        raise FineTuneError(f"--model {model} is a file; name the folder of a model")
+    if base.path is not None and not (base.path / "config.json").is_file():
+        raise FineTuneError(
+            f"--model {model} has no config.json; name a folder written by save_pretrained"
+        )
     _refuse_output(output)
     try:
         text, warnings = drafted(

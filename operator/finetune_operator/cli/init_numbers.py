@@ -87,8 +87,23 @@ def estimated(found: Inspection, length: int) -> Counts:
     mean = found.lengths.mean if is_split else sum(cut) / len(cut)
     long_percent = sum(one > length for one in percentiles[1:])
     rows = total - held_out
-    packs = max(1, math.ceil(rows * mean / length))
+    per_row = mean / length
+    if not is_split:
+        per_row = max(per_row, _packs_per_row(cut, length))
+    packs = max(1, math.ceil(rows * per_row))
     return Counts(rows, held_out, packs, round(total * long_percent / 100), is_exact=False)
+
+
+def _packs_per_row(lengths: list[int], capacity: int) -> float:
+    """Return the packs per row if rows of these lengths are packed, the longest first."""
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((at for at, free in enumerate(room) if free >= length), None)
+        if place is None:
+            room.append(capacity - length)
+        else:
+            room[place] -= length
+    return (len(room) - 1) / len(lengths)  # the last pack is rarely full
 
 
 def schedule_of(counts: Counts, ranks: int, length: int) -> Schedule:

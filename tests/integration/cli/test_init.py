@@ -17,6 +17,8 @@ import pytest
 from support.data.row_shapes import DETECTED
 from support.data.text_fixtures import tiny_model
 
+# The chat template of the model here shows no tools, so init refuses such rows.
+RUN = [one for one in DETECTED if "tools" not in str(one.id)][::3]
 HEAVY = {"torch", "transformers", "numpy", "datasets", "pyarrow"}
 
 
@@ -95,7 +97,7 @@ def test_a_question_writes_no_file(project: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("rows", "shape", "columns", "unread"), DETECTED[::3])
+@pytest.mark.parametrize(("rows", "shape", "columns", "unread"), RUN)
 def test_a_manifest_of_a_shape_is_run(
     project: Path, rows: list[dict[str, Any]], shape: str, columns: str, unread: str
 ) -> None:

@@ -12,9 +12,10 @@ import yaml
 from finetune_operator.api.v1alpha1.method import MethodType
 from finetune_operator.api.validation import load_job
 from finetune_operator.cli.init_draft import Wish, drafted
+from finetune_operator.cli.init_numbers import estimated
 from finetune_operator.cli.init_places import place_of
 from finetune_operator.errors import FineTuneError
-from finetune_trainer.config import ColumnMap
+from finetune_trainer.config import ColumnMap, DataFormat, Inspection, RowLengths
 from support.data.inspected import ask_here
 from support.data.row_shapes import ASKED, DETECTED, TURNS
 from support.data.text_fixtures import tiny_tokenizer
@@ -210,6 +211,31 @@ def test_a_folder_that_no_path_divides_is_refused(
         write_rows(folder / name, [pair(1)])
     with pytest.raises(FineTuneError, match=reason):
         init(model, folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packs"),
+    [
+        pytest.param([300] * 101, 1_000, id="a row per pack"),
+        pytest.param([256] * 101, 500, id="two rows per pack"),
+        pytest.param([100, *[400] * 100], 1_000, id="rows that leave no room"),
+        pytest.param([2] * 101, 4, id="many rows per pack"),
+    ],
+)
+def test_packs_are_estimated_from_the_lengths(tokens: list[int], packs: int) -> None:
+    lengths = RowLengths(percentiles=tuple(tokens), mean=sum(tokens) / len(tokens))
+    found = Inspection(
+        train="rows.jsonl",
+        format=DataFormat.CHAT,
+        names=("messages",),
+        rows=1_000,
+        total_rows=1_000,
+        characters=1,
+        lengths=lengths,
+    )
+    counts = estimated(found, 512)
+    assert not counts.is_exact
+    assert counts.packs == pytest.approx(packs, rel=0.02)
 
 
 def test_without_a_tokenizer_lengths_are_estimates(tmp_path: Path) -> None:
