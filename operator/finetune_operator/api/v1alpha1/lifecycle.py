@@ -192,7 +192,8 @@ class Deadlines(ApiModel):
     """Time limits in seconds."""
 
     pending_seconds: Seconds | None = None
-    """Maximum wait for resources before the job fails; time in a queue does not count."""
+    """Maximum wait for resources before the job fails, over consecutive attempts that never had
+    all of their nodes; time in a queue does not count."""
     active_seconds: Seconds | None = None
     """Maximum duration of the job over all attempts."""
     hang_seconds: Seconds | None = None
