@@ -170,6 +170,8 @@ def decide(job: FineTuneJob, seen: Seen, now: datetime, plan: Plan | Rejection) 
     if is_finished(status):
         observed = status.model_copy(update={"observed_generation": job.metadata.generation})
         return Decision((), observed, None)
+    if attempt is None and status.completion_time is not None:
+        return _finish_again(view, status)
     if attempt is None or (status.backend_ref is None and seen is not None and seen.all_gone):
         return _between_attempts(view, status)
     if seen is None:
@@ -394,6 +396,18 @@ def _complete(view: _View, status: FineTuneJobStatus, termination: Termination) 
     final = {"completion_time": rfc3339(view.now), "nodes": _without_nodes(status), "suspects": []}
     situation = Situation(Stage.COMPLETE, Reason.COMPLETED, termination.message, exists=True)
     return view.conclude(status.model_copy(update=final), situation, Collect())
+
+
+def _finish_again(view: _View, status: FineTuneJobStatus) -> Decision:
+    """Restore Complete or Failed, which another writer removed, such as an older operator.
+
+    A finished job never trains again.
+    """
+    last = status.attempts[-1] if status.attempts else AttemptStatus(number=status.attempt)
+    failure, message = last.failure_class or FailureClass.UNKNOWN.value, last.message
+    if failure == FailureClass.COMPLETED:
+        return view.conclude(status, Situation(Stage.COMPLETE, Reason.COMPLETED, message))
+    return view.conclude(status, Situation(Stage.FAILED, failure, message))
 
 
 def _without_nodes(status: FineTuneJobStatus) -> NodesStatus:

@@ -596,3 +596,27 @@ def test_a_job_without_checkpoints_is_suspended_without_one_and_says_that_it_beg
     assert "set spec.suspend to false to restart from step 0" in life.said("Suspended")
     life.suspend(False)
     assert life.see() == (Submit(2),)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "reason"),
+    [
+        pytest.param(ended(0, FailureClass.COMPLETED, "done"), "Complete", "Completed", id="done"),
+        pytest.param(ended(65, FailureClass.DATA_ERROR, "bad"), "Failed", "DataError", id="failed"),
+    ],
+)
+def test_a_finished_job_whose_conditions_were_removed_is_finished_again(
+    end: Observation, kind: str, reason: str
+) -> None:
+    life = started()
+    life.see(end)
+    before = life.status
+    left = [one for one in before.conditions if one.type not in ("Complete", "Failed")]
+    life.job = life.job.model_copy(
+        update={"status": before.model_copy(update={"conditions": left})}
+    )
+    life.wait(3600)
+    assert life.see() == ()
+    assert life.condition(kind) == ("True", reason)
+    assert (life.status.attempt, life.status.completion_time) == (1, before.completion_time)
+    assert life.see() == ()
