@@ -422,14 +422,23 @@ _REPORTS = (
         "every step is logged",
     ),
     _none("use_tensorboard logging_dir", "every run writes TensorBoard files"),
-    _not_yet(
-        "report_to tracking tracker trackers wandb wandb_project wandb_entity wandb_watch "
-        "wandb_name wandb_run_id wandb_log_model wandb_mode use_wandb mlflow "
-        "mlflow_tracking_uri mlflow_experiment_name use_mlflow use_comet swanlab_project "
-        "use_swanlab trackio_space_id",
-        "curves are in the TensorBoard files of a run, and on Azure ML in Studio",
+    _write(
+        "observability.trackers",
+        "report_to tracking tracker wandb use_wandb mlflow use_mlflow",
+        "a list, such as [{type: wandb, project: NAME}]",
     ),
-    Entry(("run_name",), ("metadata.name",)),
+    _write("observability.trackers[].project", "wandb_project mlflow_experiment_name"),
+    _write("observability.trackers[].entity", "wandb_entity"),
+    _write("observability.trackers[].url", "wandb_base_url mlflow_tracking_uri"),
+    _none(
+        "wandb_run_id wandb_watch wandb_log_model wandb_mode hf_mlflow_log_artifacts",
+        "spec.observability.trackers get the curves of all attempts as one run",
+    ),
+    _not_yet(
+        "use_comet comet_project_name use_swanlab swanlab_project trackio_space_id",
+        "spec.observability.trackers supports wandb and mlflow",
+    ),
+    Entry(("run_name", "wandb_name"), ("metadata.name",)),
 )
 
 TABLE = (*_MODEL, *_DATA, *_METHOD, *_TRAINING, *_PARALLELISM, *_OUTPUT, *_REPORTS)

@@ -34,6 +34,8 @@ def trainer_lines(
 ) -> list[dict[str, Any]]:
     """Run a module of the trainer on a request, and return the objects that it prints.
 
+    Warnings of its libraries are dropped; after a crash, its output is printed.
+
     Raises:
         FineTuneError: the trainer has refused; the message is the trainer's.
     """
@@ -43,9 +45,10 @@ def trainer_lines(
         done = subprocess.run(
             # -P prevents the import of a torch.py beside the manifest.
             [sys.executable, "-P", "-m", module, str(path), *arguments],
-            stdout=subprocess.PIPE,
+            capture_output=True,
             text=True,
             encoding="utf-8",
+            errors="replace",
             env=without_current_folder({**environ, "TOKENIZERS_PARALLELISM": "false"}),
         )
     lines = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
@@ -53,6 +56,7 @@ def trainer_lines(
         if "error" in line:
             raise FineTuneError(line["error"])
     if done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
         raise FineTuneError(
             f"{module} ended with exit code {done.returncode}; see its output above"
         )

@@ -116,14 +116,68 @@ def started(
         process.wait()
 
 
+NOISE = "a library prints this"
+
+
+def with_noise(folder: Path) -> dict[str, str]:
+    """Return an environment in which every process of the trainer prints what libraries print."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys, warnings\n"
+        "if any('finetune_trainer' in word for word in sys.orig_argv):\n"
+        f"    print({NOISE!r}, flush=True)\n"
+        f"    warnings.warn({NOISE!r})\n"
+    )
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return environment(folder) | {"PYTHONPATH": ":".join(filter(None, paths))}
+
+
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder in which `ftctl run job.yaml` has completed, and what it printed."""
+    """A folder in which `ftctl run job.yaml` has completed, and what it printed.
+
+    Libraries of the trainer print lines of their own.
+    """
     folder = tmp_path_factory.mktemp("a project")
     file = write_project(folder)
-    done = ftctl("run", file.name, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [*FTCTL, "run", file.name]
+    done = subprocess.run(
+        command, cwd=folder, env=with_noise(folder), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return folder, done.stdout
+
+
+def test_no_line_of_a_library_is_printed(complete: tuple[Path, str]) -> None:
+    folder, output = complete
+    logs = (folder / "runs/default/tiny/attempts/1").glob("*.log")
+    assert any(NOISE in log.read_text() for log in logs)
+    assert NOISE not in output
+    for command in ("validate", "preview"):
+        done = subprocess.run(
+            [*FTCTL, command, "job.yaml"],
+            cwd=folder,
+            env=with_noise(folder),
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert NOISE not in done.stdout
+
+
+def test_the_output_of_a_trainer_that_crashes_is_printed(complete: tuple[Path, str]) -> None:
+    folder, _ = complete
+    broken = with_noise(folder)
+    file = folder / "sitecustomize.py"
+    file.write_text(f"{file.read_text()}    sys.exit('it crashed')\n")
+    try:
+        done = subprocess.run(
+            [*FTCTL, "preview", "job.yaml"], cwd=folder, env=broken, capture_output=True, text=True
+        )
+    finally:
+        file.unlink()
+    assert done.returncode == 1
+    assert "it crashed" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("see its output above")
 
 
 def test_run_prints_phases_losses_and_answers(complete: tuple[Path, str]) -> None:

@@ -52,7 +52,8 @@ async def read_log(
             yield line
     except (InvalidError, NotFoundError) as error:
         failure = f"pod {pod} of rank {rank} has no log ({error})"
-    # The log of a pod without a node is empty, and that of a container that waits is refused.
+    # The log of a pod without a node is empty, and the API server refuses to read the log of a
+    # container that waits.
     if not has_lines and newest.get("status", {}).get("phase") == "Pending":
         raise NoLogYetError(f"pod {pod} of rank {rank} has not started")
     if failure:

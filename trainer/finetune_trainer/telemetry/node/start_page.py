@@ -164,8 +164,8 @@ def _make(folder: Path | None) -> Path:
 def _listen(host: str, port: int) -> tuple[socket.socket | None, str | None]:
     """Listen on `port`, or else on the next free port.
 
-    Only a monitoring system outside of this machine relies on the number: it gets a warning, and
-    the port is among the next few.
+    A monitoring system outside of this machine relies on the number: another port is then a
+    warning, and only the next few are tried.
     """
     is_local = host == _LOOPBACK
     last = 65536 if is_local else min(port + _PORTS_TRIED, 65536)
