@@ -275,6 +275,11 @@ class Terminal:
             self.output += piece.decode(errors="replace")
         return found.end()
 
+    def wait_for_reader(self) -> None:
+        """Wait until the program waits for input: `input` misses a signal shortly before that."""
+        (trainer,) = psutil.Process(self.process.pid).children()
+        wait_until(lambda: trainer.status() == psutil.STATUS_SLEEPING)
+
     def wait(self) -> int:
         """Read the rest, and return the exit code."""
         while piece := self._read():
@@ -321,6 +326,7 @@ def test_ctrl_c_ends_a_response_and_ctrl_d_the_program(tmp_path: Path) -> None:
         terminal.type("\x03")
         stopped = terminal.read_until(r"\(stopped\)", since=first)
         prompt = terminal.read_until("> ", since=stopped)
+        terminal.wait_for_reader()
         terminal.type("\x03")  # at the prompt it only starts a new line
         prompt = terminal.read_until("> ", since=prompt)
         terminal.type("Where?\n")

@@ -10,10 +10,12 @@ import argparse
 import asyncio
 import logging
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -180,11 +182,19 @@ class Lives:
         """Return how it is once all is well, or after QUIET_SECONDS."""
         loop = asyncio.get_running_loop()
         end = loop.time() + QUIET_SECONDS * self._pace
-        while (outcome := await self._judge()).faults and loop.time() < end:
+        while (outcome := await self._judge()).faults:
+            if loop.time() >= end:
+                return await self._judge(may_wait=True)
             await asyncio.sleep(1.0)
         return outcome
 
-    async def _judge(self) -> Outcome:
+    async def _judge(self, *, may_wait: bool = False) -> Outcome:
+        """Return how it is.
+
+        Args:
+            may_wait: Whether a job between attempts is whole until its next attempt is due. The
+                operator's waits after attempts without progress do not follow `pace`.
+        """
         world, service, jobs = self._world, self._world.service, await self._world.jobs()
         faults = []
         if service.most_alive > 1:
@@ -203,7 +213,8 @@ class Lives:
             if "deletionTimestamp" in job["metadata"]:
                 faults.append(f"{name} is deleted and stays: {_said(job['status'])}")
             elif phase not in ("Succeeded", "Failed"):
-                if name not in alive:
+                waits = may_wait and _starts_later(job["status"], service.now())
+                if name not in alive and not waits:
                     faults.append(f"{name} is lost: {phase}: {_said(job['status'])}")
             elif (phase == "Succeeded") != (last[name].state is RunState.COMPLETED):
                 faults.append(f"{name} is {phase}, and its last run {last[name].state}")
@@ -223,6 +234,12 @@ def _awaits_its_end(status: Any, run: RemoteRun) -> bool:
     """Say whether the job waits for the run's end, which the service does not confirm."""
     is_newest = run.tags["attempt"] == str(status["attempt"])
     return is_newest and run.state is RunState.CANCELLING and status["phase"] == "Suspending"
+
+
+def _starts_later(status: Any, now: datetime) -> bool:
+    """Say whether the job's next attempt starts after `now`."""
+    found = re.search(r"starts at (\S+),", _said(status))
+    return found is not None and datetime.fromisoformat(found[1]) > now
 
 
 def _said(status: Any) -> str:

@@ -33,15 +33,30 @@ _PROMPT = "> "
 
 
 class Interrupts:
-    """Ctrl-C: the first ends the response, the second the program; else KeyboardInterrupt."""
+    """Ctrl-C: the first ends the response, the second the program.
+
+    At the prompt it raises KeyboardInterrupt; at any other time it has no effect.
+    """
 
     def __init__(self) -> None:
         self._is_generating = False
+        self._is_reading = False
         self._is_stopped = False
 
     def listen(self) -> None:
         """Handle Ctrl-C from now on."""
         signal.signal(signal.SIGINT, self._hit)
+
+    def read(self, prompt: str) -> str:
+        """Return a line of the terminal, or an empty one after Ctrl-C."""
+        try:
+            self._is_reading = True
+            return input(prompt).strip()
+        except KeyboardInterrupt:
+            print()
+            return ""
+        finally:
+            self._is_reading = False
 
     def is_stopped(self) -> bool:
         """Whether the current response is to be ended; asking resets it."""
@@ -55,9 +70,10 @@ class Interrupts:
         self._is_generating = False
 
     def _hit(self, *_: object) -> None:
-        if not self._is_generating:
+        if self._is_reading:
+            self._is_reading = False
             raise KeyboardInterrupt
-        if self._is_stopped:
+        if self._is_generating and self._is_stopped:
             raise SystemExit(EXIT_STOPPED)
         self._is_stopped = True
 
@@ -140,7 +156,7 @@ def _prompt_user(conversation: "Conversation", interrupts: Interrupts) -> int:
     interrupts.listen()
     while True:
         try:
-            question = input(_PROMPT).strip()
+            question = interrupts.read(_PROMPT)
             if question:
                 with interrupts:
                     conversation.ask(question)
@@ -148,8 +164,6 @@ def _prompt_user(conversation: "Conversation", interrupts: Interrupts) -> int:
         except EOFError:
             conversation.screen.gap()
             return 0
-        except KeyboardInterrupt:
-            conversation.screen.gap()
         except TrainerError as error:
             note(str(error))
 
