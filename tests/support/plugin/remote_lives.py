@@ -237,7 +237,7 @@ def _awaits_its_end(status: Any, run: RemoteRun) -> bool:
 
 
 def _starts_later(status: Any, now: datetime) -> bool:
-    """Say whether the job's next attempt starts after `now`."""
+    """Whether the job's next attempt starts after `now`."""
     found = re.search(r"starts at (\S+),", _said(status))
     return found is not None and datetime.fromisoformat(found[1]) > now
 
