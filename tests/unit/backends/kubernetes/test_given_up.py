@@ -65,6 +65,22 @@ def told(batch_job: Object) -> list[tuple[str, str]]:
     return [(one["type"], one["reason"]) for one in batch_job["status"]["conditions"]]
 
 
+async def one_conflict(world: KubernetesWorld) -> None:
+    """Reconcile while the first patch of a batch Job conflicts with another writer's."""
+    is_first = True
+
+    def refuse(verb: str, resource: Resource, name: str) -> None:
+        nonlocal is_first
+        if (verb, resource, is_first) == ("patch", JOBS, True):
+            is_first = False
+            raise ConflictError(409, "Conflict", "the object has been modified")
+
+    world.api.before = refuse
+    await world.catch_up()
+    with pytest.raises(ConflictError):
+        await world.reconciler.reconcile(KEY)
+
+
 @pytest.mark.parametrize("queue", [None, QUEUE], ids=["without a queue", "with a queue"])
 @pytest.mark.parametrize("resumed", ["at once", "before the next", "after the next", "never"])
 def test_suspended_and_resumed_by_somebody_else_it_ends_before_the_next_one_starts(
@@ -207,18 +223,7 @@ def test_one_that_is_resumed_just_when_it_is_given_up_is_ended_as_it_is_then() -
     async def life(world: KubernetesWorld) -> None:
         await first_runs(world)
         await first_is_suspended(world)
-        resumed = False
-
-        def resume(verb: str, resource: Resource, name: str) -> None:
-            nonlocal resumed
-            if (verb, resource, resumed) == ("patch", JOBS, False):
-                resumed = True
-                raise ConflictError(409, "Conflict", "somebody resumed it")
-
-        world.api.before = resume
-        await world.catch_up()
-        with pytest.raises(ConflictError):
-            await world.reconciler.reconcile(KEY)
+        await one_conflict(world)
         await world.suspend(1, False)
         await world.settle()
         assert batch_job(world, 1)["spec"]["activeDeadlineSeconds"] == 1
@@ -233,18 +238,7 @@ def test_one_whose_pods_are_gone_when_it_is_given_up_again_is_given_up() -> None
     async def life(world: KubernetesWorld) -> None:
         await first_runs(world)
         await first_is_suspended(world)
-        is_first = True
-
-        def refuse(verb: str, resource: Resource, name: str) -> None:
-            nonlocal is_first
-            if (verb, resource, is_first) == ("patch", JOBS, True):
-                is_first = False
-                raise ConflictError(409, "Conflict", "the object has been modified")
-
-        world.api.before = refuse
-        await world.catch_up()
-        with pytest.raises(ConflictError):
-            await world.reconciler.reconcile(KEY)
+        await one_conflict(world)
         await world.let_go(1)
         await world.settle()
         assert told(batch_job(world, 1)) == [("FailureTarget", "GivenUp")]
