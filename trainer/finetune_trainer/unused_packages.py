@@ -6,6 +6,8 @@ the life of the process, so a process that runs several jobs must not call it.
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune_trainer.config import TrainConfig
@@ -27,6 +29,22 @@ def hide_torch() -> None:
         "1"  # transformers would warn that torch is missing
     )
     _hide("torch")
+
+
+@contextmanager
+def without_mark(package: str = "torch") -> Iterator[None]:
+    """Remove the mark of a hidden package from `sys.modules` for the block.
+
+    `datasets` imports each package that has an entry there.
+    """
+    is_hidden = package in sys.modules and sys.modules[package] is None
+    if is_hidden:
+        del sys.modules[package]
+    try:
+        yield
+    finally:
+        if is_hidden:
+            _hide(package)
 
 
 def unused_packages(config: TrainConfig) -> list[str]:

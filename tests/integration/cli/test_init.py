@@ -18,8 +18,8 @@ from support.data.row_shapes import DETECTED
 from support.data.text_fixtures import tiny_model
 
 # The chat template of the model here shows no tools, so init refuses such rows.
-# Five more shapes are run in `test_first_day.py`.
-RUN = [one for one in DETECTED if "tools" not in str(one.id)][1::6]
+# Five more shapes are run in `test_first_day.py`, and one in `test_hub.py`.
+RUN = [one for one in DETECTED if "tools" not in str(one.id)][1::9]
 HEAVY = {"torch", "transformers", "numpy", "datasets", "pyarrow"}
 
 

@@ -92,17 +92,9 @@ def test_every_row_is_on_one_side_and_the_other_rows_keep_their_order_and_number
     assert found.held_out.origin(0).endswith(" of spec.dataset.source")
 
 
-def write_hub(path: Path) -> Path:
-    """Write a folder that `datasets` loads as it loads a data set of the hub."""
-    path.mkdir()
-    write_parquet(path / "train.parquet")
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        pytest.param("hub", write_hub, id="data set of the hub"),
         pytest.param("rows.csv", write_csv, id="csv"),
         pytest.param("rows.parquet", write_parquet, id="parquet"),
         pytest.param("folder", write_folder, id="folder"),
@@ -112,9 +104,7 @@ def test_the_same_rows_are_held_out_of_every_kind_of_file(
     name: str, write: Callable[[Path], Path], tmp_path: Path, tokenizer: Any
 ) -> None:
     expected = sides(data(write_jsonl(tmp_path / "rows.jsonl")), tokenizer)
-    config = data(write(tmp_path / name))
-    source = config.train.model_copy(update={"is_hub": name == "hub"})
-    assert sides(config.model_copy(update={"train": source}), tokenizer) == expected
+    assert sides(data(write(tmp_path / name)), tokenizer) == expected
 
 
 def test_appended_rows_move_no_row_and_a_larger_share_takes_no_row_back(

@@ -152,17 +152,6 @@ def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path: Path) -> No
     assert values(folder) == ROWS
 
 
-def test_a_folder_or_name_is_loaded_as_the_hub_would(tmp_path: Path) -> None:
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    write_parquet(folder / "train.parquet", ROWS[:1])
-    write_parquet(folder / "validation.parquet", ROWS[1:])
-    rows = opened(folder, split="validation", is_hub=True)
-    assert [row.values for row in rows] == ROWS[1:]
-    assert rows.fingerprint() == opened(folder, split="validation", is_hub=True).fingerprint()
-    assert rows.fingerprint() != opened(folder, split="train", is_hub=True).fingerprint()
-
-
 def test_rows_can_be_read_more_than_once(tmp_path: Path) -> None:
     rows = opened(write_jsonl(tmp_path / "rows.jsonl"))
     assert list(rows) == list(rows)
@@ -315,14 +304,6 @@ def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
 def test_a_split_of_a_file_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^spec\.dataset\.evalSplit 'test': the file .* only"):
         opened(write_jsonl(tmp_path / "rows.jsonl"), name="eval", split="test")
-
-
-def test_an_unknown_split_of_a_hub_data_set_is_bad_data(tmp_path: Path) -> None:
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    write_parquet(folder / "train.parquet")
-    with pytest.raises(DataError, match=r"dataset split 'test' cannot be loaded: .*test"):
-        opened(folder, split="test", is_hub=True)
 
 
 def test_a_hub_that_cannot_be_reached_is_not_the_datas_fault(tmp_path: Path) -> None:

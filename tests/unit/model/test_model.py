@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from finetune_trainer.data.batch import NO_TARGET, MicroBatch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach_lora
 from finetune_trainer.model.identity import model_fingerprint
-from finetune_trainer.model.load import base_name, load_model, load_tokenizer
+from finetune_trainer.model.load import base_name, load_model, load_settings, load_tokenizer
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.strategies.optimizer import make_adamw
 from support.data.text_fixtures import tiny_model
@@ -177,6 +178,16 @@ def test_dropout_is_set_where_the_model_has_it(folder):
 def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path):
     with pytest.raises(ConfigError, match=r"^spec\.model\.source .*none is not a folder; check"):
         load_tokenizer(config(tmp_path / "none").model)
+
+
+@pytest.mark.parametrize("read", [load_tokenizer, load_settings])
+def test_a_name_on_the_hub_is_never_a_folder_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[ModelConfig], object]
+) -> None:
+    tiny_model(tmp_path / "org" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^spec\.model\.source org/tiny: the current folder"):
+        read(ModelConfig(path="org/tiny"))
 
 
 def test_a_missing_model_is_a_sentence(tmp_path):

@@ -27,6 +27,7 @@ from finetune_trainer.config import (
 from finetune_trainer.data.folder import files_of
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
+from finetune_trainer.unused_packages import without_mark
 
 FIELDS = {
     "train": ("spec.dataset.source", "spec.dataset.split"),
@@ -150,9 +151,10 @@ class HubRows:
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity_error()
         try:
-            self._rows = datasets.load_dataset(
-                source.path, split=source.split, cache_dir=str(cache_dir / "datasets")
-            )
+            with without_mark():
+                self._rows = self._load(source, cache_dir / "datasets")
+        except DataError:
+            raise
         except ConnectionError as error:
             raise TrainerError(
                 f"{field} {source.path}: the hub cannot be reached ({_first_line(error)}); "
@@ -178,6 +180,28 @@ class HubRows:
     def fingerprint(self) -> str:
         """Return the fingerprint that `datasets` gives this split."""
         return f"hub:{self._rows._fingerprint}"
+
+    def _load(self, source: DatasetSource, folder: Path) -> Any:
+        """Download and prepare the split.
+
+        Raises:
+            DataError: the name is not a repository on the hub.
+        """
+        import datasets
+
+        # With this prefix no local folder of the same name is read.
+        builder = datasets.load_dataset_builder(
+            f"hf://datasets/{source.path}", cache_dir=str(folder)
+        )
+        # The name of a format, such as `json`, would load the files of the current folder.
+        # `datasets` checks that the files of a repository belong to it.
+        if builder.repo_id != source.path:
+            raise DataError(
+                f"{self.field} {source.path} is not on the hub; name a data set as hf://ORG/NAME, "
+                "or local files as file://"
+            )
+        builder.download_and_prepare()
+        return builder.as_dataset(split=source.split)
 
 
 Rows = FileRows | HubRows

@@ -63,10 +63,7 @@ def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTra
     """
     from transformers import AutoTokenizer
 
-    if (
-        Path(config.path).is_absolute() and not Path(config.path).is_dir()
-    ):  # cannot be a name on the hub
-        raise ConfigError(f"spec.model.source {config.path} is not a folder; check the path")
+    _check_place(config.path)
     advice = partial(about_tokenizer, config.path)
     with explained(f"spec.model.source: the tokenizer of {config.path}", advice):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -84,6 +81,23 @@ def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTra
             _set_template_arguments(tokenizer, config.chat_template_arguments)
     _add_tokens(tokenizer, config.add_tokens)
     return tokenizer
+
+
+def _check_place(path: str) -> None:
+    """Check that a name on the hub is not read from the current folder, as libraries would.
+
+    Raises:
+        ConfigError: an absolute path is not a folder, or a name is a folder.
+    """
+    if Path(path).is_dir() == Path(path).is_absolute():
+        return
+    if Path(path).is_absolute():
+        raise ConfigError(f"spec.model.source {path} is not a folder; check the path")
+    raise ConfigError(
+        f"spec.model.source {path}: the current folder ({Path.cwd()}) has a folder of this name, "
+        "which is not the model on the hub; start in another folder, or give the absolute path of "
+        "a local model"
+    )
 
 
 def new_token_ids(config: ModelConfig) -> list[int]:
@@ -121,6 +135,7 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
     """
     from transformers import AutoConfig
 
+    _check_place(config.path)
     with explained(f"spec.model.source: the model of {config.path}"):
         settings: PretrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or "main", trust_remote_code=False
