@@ -181,8 +181,8 @@ class Observation:
             rank 0 reports.
         node: Node of the rank whose failure is the root cause, if known.
         disruptions: How often the service has moved it during the attempt.
-        failure_class: Failure class if no process left a termination message; None means a lost
-            worker.
+        failure_class: Failure class that the backend has decided, which no exit code overrides;
+            None for the class of `termination`, or of a lost worker without one.
         is_training: Whether it trains; None if only `progress` shows it.
         unheard: Why the progress of rank 0 cannot be read, and the remedy; empty if it can be read,
             or may be soon. `progress` is then None.

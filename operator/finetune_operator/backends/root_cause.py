@@ -14,6 +14,9 @@ step.
 PERMANENT_CODES = frozenset({ExitCode.DATA, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART})
 """Exit codes of a trainer whose failure would repeat."""
 
+NO_EXIT_CODE = -1
+"""Exit code of a termination for which no process gave one; the status has none then."""
+
 _SECONDARY = frozenset({ExitCode.PREEMPTED, *STOPPED_BY_SIGNAL})
 
 

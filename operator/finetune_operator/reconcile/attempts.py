@@ -25,6 +25,7 @@ from finetune_operator.api.v1alpha1.status import (
     TrackerStatus,
 )
 from finetune_operator.backends.base import Handle, Observation
+from finetune_operator.backends.root_cause import NO_EXIT_CODE
 from finetune_operator.planner.plan import Plan
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -35,7 +36,7 @@ from finetune_operator.reconcile.conditions import (
     set_condition,
 )
 from finetune_operator.reconcile.failures import action_for
-from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Progress, Termination
+from finetune_trainer.config import CheckpointRef, FailureClass, Progress, Termination
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10, 300
 """Waits after the second attempt in a row without progress, and at most."""
@@ -128,15 +129,19 @@ def give_up(status: FineTuneJobStatus, termination: Termination) -> FineTuneJobS
         status,
         failure_class=termination.failure_class.value,
         message=termination.message[:MESSAGE_LENGTH],
-        exit_code=termination.exit_code,
+        exit_code=_exit_code(termination),
     )
+
+
+def _exit_code(termination: Termination) -> int | None:
+    return None if termination.exit_code == NO_EXIT_CODE else termination.exit_code
 
 
 def given_up(attempt: AttemptStatus) -> Termination | None:
     """Return the recorded termination of an attempt that the operator ends; None otherwise."""
     if attempt.end_time is not None or attempt.failure_class is None:
         return None
-    code = ExitCode.KILLED if attempt.exit_code is None else attempt.exit_code
+    code = NO_EXIT_CODE if attempt.exit_code is None else attempt.exit_code
     failure = FailureClass(attempt.failure_class)
     return Termination(failure_class=failure, exit_code=code, message=attempt.message)
 
@@ -183,7 +188,7 @@ def close(
         message=termination.message[:MESSAGE_LENGTH],
         node=node or None,
         rank=termination.rank,
-        exit_code=termination.exit_code,
+        exit_code=_exit_code(termination),
         last_step=max(attempt.last_step or 0, termination.step) or attempt.last_step,
         saved_step=saved.step if saved is not None else attempt.saved_step,
     )
@@ -260,7 +265,8 @@ def _backoff_seconds(status: FineTuneJobStatus, last: AttemptStatus, policy: Res
     first restart, twice as long before each further restart, at most `maxSeconds`.
     """
     failure = FailureClass(last.failure_class or FailureClass.ERROR)
-    action = action_for(policy, failure, last.exit_code if last.exit_code is not None else 1)
+    code = NO_EXIT_CODE if last.exit_code is None else last.exit_code
+    action = action_for(policy, failure, code)
     restarts = status.restarts.counted if action is RestartAction.RESTART else 0
     if action is RestartAction.RESTART_FREE and failure is FailureClass.SERVICE_FAILED:
         restarts = status.restarts.disruptions

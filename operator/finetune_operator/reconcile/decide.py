@@ -342,7 +342,12 @@ def _not_created(
     if attempt is None or is_finished(status) or (view.spec.suspend and was_suspended):
         return unchanged
     if failed.is_absent and (limit := during.deadline_before_creation(view.spec, status, view.now)):
-        termination = failures.verdict(Observation(AttemptPhase.PENDING, message=limit.obstacle))
+        never_ran = Observation(
+            AttemptPhase.PENDING,
+            failure_class=FailureClass.NOT_STARTED,
+            message=limit.obstacle,
+        )
+        termination = failures.verdict(never_ran)
         status = attempts.close(status, termination, "", view.now)
         return _fail(view, status, limit.reason, limit.message)
     opened = parse_rfc3339(attempt.start_time) if attempt.start_time else view.now
@@ -379,7 +384,11 @@ def _overruled(view: _View, attempt: AttemptStatus, observation: Observation | N
         grace = float(view.spec.deadlines.termination_grace_seconds)
         status, until = attempts.stop(status, grace, view.now)
         return view.conclude(status, situation, Cancel(until), requeue=observation.requeue_seconds)
-    absent = Observation(AttemptPhase.UNKNOWN, message="it was never created")
+    absent = Observation(
+        AttemptPhase.UNKNOWN,
+        failure_class=FailureClass.NOT_STARTED,
+        message="it was never created",
+    )
     termination = failures.verdict(observation or absent)
     if termination.progress is not None:
         folder = (observation or absent).checkpoints

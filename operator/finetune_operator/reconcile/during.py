@@ -11,6 +11,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import Deadlines
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation, Obstacle
+from finetune_operator.backends.root_cause import NO_EXIT_CODE
 from finetune_operator.reconcile.attempts import active_since, first_without_nodes, given_up
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -178,8 +179,10 @@ def _remaining_grace(observation: Observation, grace: float) -> float:
 
     Nodes that stop together after a preemption may still be writing their checkpoint.
     """
-    termination = observation.termination
-    if termination is not None and termination.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED):
+    termination, is_preempted = observation.termination, False
+    if termination is not None:
+        is_preempted = termination.exit_code in (ExitCode.DONE, ExitCode.PREEMPTED)
+    if is_preempted or observation.failure_class is FailureClass.PREEMPTED:
         return grace
     return min(grace, LOST_NODE_GRACE_SECONDS)
 
@@ -295,8 +298,8 @@ def _without_nodes(reason: Reason, message: str) -> Termination | None:
     """Return the termination of an attempt that is ended because its nodes did not come."""
     if reason is not Reason.PENDING_DEADLINE_EXCEEDED:
         return None
-    failure = FailureClass.WORKER_LOST
-    return Termination(failure_class=failure, exit_code=ExitCode.KILLED, message=message)
+    failure = FailureClass.NOT_STARTED
+    return Termination(failure_class=failure, exit_code=NO_EXIT_CODE, message=message)
 
 
 def _was_waiting(status: FineTuneJobStatus) -> bool:

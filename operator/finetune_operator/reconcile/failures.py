@@ -6,7 +6,7 @@ counts.
 
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction, RestartPolicy
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.backends.root_cause import STOPPED_BY_SIGNAL
+from finetune_operator.backends.root_cause import NO_EXIT_CODE, STOPPED_BY_SIGNAL
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 PERMANENT_CLASSES = frozenset(
@@ -19,7 +19,18 @@ PERMANENT_CLASSES = frozenset(
 )
 """Classes that would recur in the next attempt."""
 
-DISRUPTIONS = frozenset({FailureClass.PREEMPTED, FailureClass.SERVICE_FAILED})
+_OF_BACKEND = frozenset(
+    {
+        FailureClass.SERVICE_FAILED,
+        FailureClass.EVICTED,
+        FailureClass.NODE_LOST,
+        FailureClass.REJECTED,
+        FailureClass.NOT_STARTED,
+    }
+)
+"""Classes that only a backend reports, never a trainer."""
+
+DISRUPTIONS = (_OF_BACKEND | {FailureClass.PREEMPTED}) - {FailureClass.EVICTED}
 """Classes that the job did not cause."""
 
 _CLASS_OF_CODE: dict[int, FailureClass] = {
@@ -31,14 +42,15 @@ _CLASS_OF_CODE: dict[int, FailureClass] = {
 }
 
 
-_STOPPED = frozenset({ExitCode.PREEMPTED, ExitCode.KILLED, *STOPPED_BY_SIGNAL})
+_STOPPED = frozenset({NO_EXIT_CODE, ExitCode.PREEMPTED, ExitCode.KILLED, *STOPPED_BY_SIGNAL})
 
 
 def verdict(observation: Observation, given_up: Termination | None = None) -> Termination:
     """Return the termination of an attempt whose processes are all gone.
 
-    The exit code takes precedence over the class in the message, and only the phase `Succeeded`
-    with exit code 0 is a completion. An attempt without a termination message was killed.
+    The class that the backend has decided takes precedence over the exit code, and the exit code
+    over the class in the message. Only the phase `Succeeded` with exit code 0 is a completion. An
+    attempt without a termination message or class was killed.
 
     Args:
         observation: The last observation of the attempt.
@@ -61,8 +73,12 @@ def _reported(observation: Observation) -> Termination:
         )
     if reported is None:
         message = observation.message or "its processes are gone without a termination message"
-        found = observation.failure_class or FailureClass.WORKER_LOST
-        return Termination(failure_class=found, exit_code=ExitCode.KILLED, message=message)
+        found, code = observation.failure_class, NO_EXIT_CODE
+        if found is None:
+            found, code = FailureClass.WORKER_LOST, ExitCode.KILLED
+        return Termination(failure_class=found, exit_code=code, message=message)
+    if observation.failure_class is not None:
+        return reported.model_copy(update={"failure_class": observation.failure_class})
     if reported.exit_code == ExitCode.DONE and observation.phase is not AttemptPhase.SUCCEEDED:
         return reported.model_copy(update={"failure_class": FailureClass.ERROR, "exit_code": 1})
     return reported.model_copy(update={"failure_class": class_of(reported)})
@@ -78,7 +94,7 @@ def class_of(reported: Termination) -> FailureClass:
         return by_code
     if reported.exit_code in STOPPED_BY_SIGNAL and reported.failure_class is FailureClass.PREEMPTED:
         return FailureClass.PREEMPTED
-    if reported.failure_class in (*_CLASS_OF_CODE.values(), overtaken):
+    if reported.failure_class in (*_CLASS_OF_CODE.values(), *_OF_BACKEND, overtaken):
         killed = reported.exit_code == ExitCode.KILLED
         return FailureClass.WORKER_LOST if killed else FailureClass.ERROR
     return reported.failure_class

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import read_pod
 from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import PODS, Object
@@ -28,7 +29,7 @@ class LivingAttempts:
         """Take in what became of a pod; of one on its way out a process may still run."""
         labels, uid = pod["metadata"].get("labels") or {}, pod["metadata"]["uid"]
         self._alive.pop(uid, None)
-        if kind != "DELETED" and JOB_LABEL in labels and is_alive(pod):
+        if kind != "DELETED" and JOB_LABEL in labels and judge(read_pod(pod)).may_write:
             self._alive[uid] = labels[JOB_LABEL], labels[ATTEMPT_LABEL]
         attempts: dict[str, set[str]] = defaultdict(set)
         for job, attempt in self._alive.values():

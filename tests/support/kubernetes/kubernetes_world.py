@@ -12,7 +12,9 @@ from typing import Any
 from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, INDEX_LABEL
-from finetune_operator.backends.kubernetes.pod_termination import condition, is_alive
+from finetune_operator.backends.kubernetes.finality import condition
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import read_pod
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import (
     ENDPOINT_SLICES,
@@ -47,6 +49,11 @@ async def look_for(world: World, seconds: int) -> None:
             if not error.retryable:
                 raise
     await world.catch_up()
+
+
+def holds_node(pod: Object) -> bool:
+    """Return whether a pod still occupies its node."""
+    return judge(read_pod(pod)).holds_node
 
 
 class PromptBackend(KubernetesBackend):
@@ -84,7 +91,7 @@ class KubernetesWorld(World):
         # The deadline of a suspended Job does not run; it begins anew once somebody resumes it.
         if not over and (spec.get("activeDeadlineSeconds") != 1 or spec.get("suspend")):
             return True
-        return any(is_alive(pod) for pod in self._pods(batch_job))
+        return any(judge(read_pod(pod)).may_write for pod in self._pods(batch_job))
 
     def _pods(self, batch_job: Object) -> list[Object]:
         uid = batch_job["metadata"]["uid"]
@@ -166,7 +173,7 @@ class KubernetesWorld(World):
         batch_job = await self._batch_job(number)
         for pod in self._pods(batch_job):
             name = pod["metadata"]["name"]
-            if is_alive(pod) and "deletionTimestamp" not in pod["metadata"]:
+            if holds_node(pod) and "deletionTimestamp" not in pod["metadata"]:
                 await self.api.delete(PODS, name, "ns", grace_seconds=30)
             await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
         over = {"type": kind, "status": "True", "reason": "Played", "message": ""}
@@ -188,7 +195,7 @@ class KubernetesWorld(World):
     async def let_go(self, number: int) -> None:
         """Remove the pods that have left a suspended batch Job."""
         for pod in self._pods(await self._batch_job(number)):
-            if not is_alive(pod):
+            if not holds_node(pod):
                 name = pod["metadata"]["name"]
                 await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
 

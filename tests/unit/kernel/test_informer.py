@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from finetune_operator.backends.kubernetes.watched import WATCHES, trim_job, trim_pod
+from finetune_operator.backends.kubernetes.pod_facts import facts_of_pod, trim_pod
+from finetune_operator.backends.kubernetes.watched import WATCHES, trim_job
 from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.informer import ABSENT_SECONDS, Informer
 from finetune_operator.kube.api_errors import ApiError, NotFoundError, UnavailableError
@@ -252,11 +253,12 @@ def test_an_object_that_is_given_to_another_job_wakes_both() -> None:
     play(script, next(one for one in WATCHES if one.resource == SERVICES))
 
 
-def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() -> None:
+def test_of_a_pod_the_facts_are_kept_and_all_that_is_long_is_left_out() -> None:
     long = "x" * 100_000
     made: Object = {
         "metadata": {
             "name": "tiny-1-0",
+            "uid": "p",
             "labels": {JOB_UID_LABEL: "uid"},
             "annotations": {"finetune.dev/config": long, GRACE_ANNOTATION: "600"},
             "managedFields": [{"fieldsV1": long}],
@@ -265,11 +267,11 @@ def test_of_a_pod_all_that_is_long_is_left_out_and_what_its_end_needs_is_kept() 
         "status": {"phase": "Running"},
     }
     kept = trim_pod(made)
-    assert kept["metadata"]["annotations"] == {GRACE_ANNOTATION: "600"}
-    assert kept["spec"] == {"nodeName": "node-1", "containers": [{"name": "trainer"}]}
-    assert len(str(kept)) < 300
+    assert facts_of_pod(kept).grace_seconds == 600.0
+    assert facts_of_pod(kept).node == "node-1"
+    assert "x" * 100 not in str(kept)
     del made["metadata"]["annotations"]
-    assert "annotations" not in trim_pod(made)["metadata"]
+    assert facts_of_pod(trim_pod(made)).grace_seconds is None
 
 
 def test_of_a_batch_job_the_facts_are_kept_and_the_pods_template_is_not() -> None:

@@ -35,6 +35,10 @@ class FailureClass(StrEnum):
     HUNG = "Hung"
     OVERTAKEN = "Overtaken"
     SERVICE_FAILED = "ServiceFailed"  # the backend reports that its service failed
+    EVICTED = "Evicted"  # the cluster reports that the pod exceeded a limit of its own
+    NODE_LOST = "NodeLost"  # the cluster reports that the node is lost
+    REJECTED = "Rejected"  # the kubelet refused the pod
+    NOT_STARTED = "NotStarted"  # the trainer could not be started
     UNKNOWN = "Unknown"  # the backend reports that the cause is not known
     ERROR = "Error"
 

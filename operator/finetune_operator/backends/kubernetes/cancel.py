@@ -16,9 +16,9 @@ from finetune_operator.backends.kubernetes.finality import (
     PASSED_DEADLINE_SECONDS,
     is_ending,
 )
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts
 from finetune_operator.kube.api_errors import ConflictError, InvalidError, NotFoundError
-from finetune_operator.kube.labels import GRACE_ANNOTATION
 from finetune_operator.kube.resources import JOBS, PODS, Object
 
 MIN_GRACE_SECONDS = 1.0
@@ -49,7 +49,7 @@ class Canceller:
         batch_job = await children.batch_job(name)
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
             await end(children, batch_job)
-        pods = [pod for pod in await children.pods(name, uid) if is_alive(pod)]
+        pods = [pod for pod in await children.pods(name, uid) if judge(pod).holds_node]
         await self._hurry(children, pods, until, self._ends.setdefault(uid, {}))
 
     def forget(self, uid: str) -> None:
@@ -57,23 +57,25 @@ class Canceller:
         self._ends.pop(uid, None)
 
     async def _hurry(
-        self, children: Children, pods: Iterable[Object], until: datetime, ends: dict[str, datetime]
+        self,
+        children: Children,
+        pods: Iterable[PodFacts],
+        until: datetime,
+        ends: dict[str, datetime],
     ) -> None:
         """Delete pods that would end later; the API server accepts only an earlier end."""
         now = self._now()
         for pod in pods:
-            metadata = pod["metadata"]
-            if ends.get(metadata["uid"], _own_end(metadata, now)) <= until + _TOLERANCE:
+            if ends.get(pod.uid, _own_end(pod, now)) <= until + _TOLERANCE:
                 continue
             grace = max(MIN_GRACE_SECONDS, (until - now).total_seconds())
-            place = (metadata["name"], metadata["namespace"])
             try:
                 await children.cluster.client.delete(
-                    PODS, *place, uid=metadata["uid"], grace_seconds=grace
+                    PODS, pod.name, pod.namespace, uid=pod.uid, grace_seconds=grace
                 )
             except (ConflictError, NotFoundError):
                 continue  # deleted in the meantime
-            ends[metadata["uid"]] = until
+            ends[pod.uid] = until
 
 
 async def end(children: Children, batch_job: Object) -> None:
@@ -135,10 +137,10 @@ async def _set_passed_deadline(children: Children, name: AttemptName, uid: str) 
     children.note_response(await client.patch(JOBS, name.batch_job, name.namespace, change))
 
 
-def _own_end(metadata: Object, now: datetime) -> datetime:
+def _own_end(pod: PodFacts, now: datetime) -> datetime:
     """Return when the pod is killed, given that its controller has deleted it or deletes it now."""
-    if (ends := metadata.get("deletionTimestamp")) is not None:
-        return datetime.fromisoformat(ends)
-    annotations = metadata.get("annotations") or {}
-    grace = annotations.get(GRACE_ANNOTATION)
-    return now + timedelta(seconds=float(grace)) if grace else datetime.max.replace(tzinfo=UTC)
+    if pod.deleted:
+        return datetime.fromisoformat(pod.deleted)
+    if pod.grace_seconds is None:
+        return datetime.max.replace(tzinfo=UTC)
+    return now + timedelta(seconds=pod.grace_seconds)

@@ -12,6 +12,7 @@ from finetune_operator.backends.kubernetes.child_names import (
     child_name,
     is_owned,
 )
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts, facts_of_pod, trim_pod
 from finetune_operator.backends.kubernetes.watched import trim_job
 from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.cache import Key
@@ -50,16 +51,22 @@ class Children:
         own = [one for one in found if one is not None and is_owned(one, job_uid)]
         return [one for one in own if one["metadata"]["name"] != name.batch_job]
 
-    async def pods(self, name: AttemptName, uid: str) -> list[Object]:
+    async def pods(self, name: AttemptName, uid: str) -> list[PodFacts]:
         """Return the pods of the batch Job with that uid, even if it is deleted."""
         cache = self.cluster.cache(PODS)
         if cache.is_synced:
             found = cache.of_job(name.key)
         else:
             selector = f"{CONTROLLER_LABEL}={uid}"
-            listing = await self.cluster.client.list(PODS, name.namespace, label_selector=selector)
+            listing = await self.cluster.client.list(
+                PODS, name.namespace, label_selector=selector, trim=trim_pod
+            )
             found = listing.items
-        return [one for one in found if is_owned(one, uid)]
+        return [pod for pod in map(facts_of_pod, found) if pod.owner_uid == uid]
+
+    def cached_pods(self, job: Key) -> list[PodFacts]:
+        """Return all pods of the job in the cache, also of earlier jobs of the same name."""
+        return [facts_of_pod(one) for one in self.cluster.cache(PODS).of_job(job)]
 
     def kept(self, resource: Resource, name: AttemptName) -> Object | None:
         """Return the newest compact form of a child of the job; see `expand`."""

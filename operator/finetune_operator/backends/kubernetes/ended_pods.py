@@ -1,4 +1,4 @@
-"""Retain the terminated pods of an attempt until it finishes, even after they are deleted.
+"""Retain the ended pods of an attempt until it finishes, even after they are deleted.
 
 A suspended Job's controller deletes its pods without a trace, perhaps before the attempt is
 observed. The pods are retained only in memory. After a restart the operator knows only that they
@@ -6,23 +6,24 @@ were preempted, and only if it had failed the suspended Job itself.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from finetune_operator.backends.kubernetes.child_names import owner_of
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts, facts_of_pod
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.cache import Key, ObjectCache
-from finetune_operator.kube.resources import Object
 
 
 class EndedPods:
-    """Terminated pods of the open attempts.
+    """Pods of the open attempts that have ended, or were deleted.
 
     Args:
-        cache: Cache of all pods; a pod is recorded when its watch reports the end.
+        cache: Cache of all pods; a pod is recorded when its watch reports its end or its deletion.
     """
 
     def __init__(self, cache: ObjectCache) -> None:
         self._cache = cache
-        self._of_attempt: dict[str, dict[str, Object]] = {}  # by attempt uid, then by pod uid
+        self._of_attempt: dict[str, dict[str, PodFacts]] = {}  # by attempt uid, then by pod uid
         cache.listen(self._note_changed)
 
     def open(self, uid: str) -> None:
@@ -33,19 +34,19 @@ class EndedPods:
         """Drop the pods of a finished attempt."""
         self._of_attempt.pop(uid, None)
 
-    def including_deleted(self, uid: str, pods: Sequence[Object]) -> list[Object]:
-        """Return the existing pods, preceded by the terminated pods that were deleted."""
+    def including_gone(self, uid: str, pods: Sequence[PodFacts]) -> list[Verdict]:
+        """Return the verdicts on the existing pods, preceded by those on pods that are gone."""
         for pod in pods:
             self._note(pod)
-        there = {pod["metadata"]["uid"] for pod in pods}
-        kept = self._of_attempt.get(uid, {})
-        return [*(pod for key, pod in kept.items() if key not in there), *pods]
+        there, kept = {pod.uid for pod in pods}, self._of_attempt.get(uid, {})
+        gone = [replace(pod, is_gone=True) for pod in kept.values() if pod.uid not in there]
+        return [judge(pod) for pod in (*gone, *pods)]
 
     def _note_changed(self, key: Key) -> None:
-        if (pod := self._cache.get(key)) is not None:
-            self._note(pod)
+        if (cached := self._cache.get(key)) is not None:
+            self._note(facts_of_pod(cached))
 
-    def _note(self, pod: Object) -> None:
-        kept = self._of_attempt.get(owner_of(pod).get("uid", ""))
-        if kept is not None and not is_alive(pod):
-            kept[pod["metadata"]["uid"]] = pod
+    def _note(self, pod: PodFacts) -> None:
+        kept = self._of_attempt.get(pod.owner_uid)
+        if kept is not None and (pod.deleted or not judge(pod).may_write):
+            kept[pod.uid] = pod

@@ -8,15 +8,22 @@ and starts again when it is resumed, so that pods would train for a second.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from finetune_operator.backends.kubernetes.child_names import CANCELLED_ANNOTATION
-from finetune_operator.backends.kubernetes.pod_termination import condition, is_alive
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.resources import Object
 
 GIVEN_UP = "GivenUp"
 """Reason of the condition FailureTarget that the operator sets."""
 
 PASSED_DEADLINE_SECONDS = 1
+
+
+def condition(batch_job: Object, kind: str) -> Any:
+    """Return the condition of that type, or an empty mapping if it is absent."""
+    found = batch_job.get("status", {}).get("conditions") or ()
+    return next((one for one in found if one["type"] == kind), {})
 
 
 def has(batch_job: Object, *kinds: str) -> bool:
@@ -65,8 +72,8 @@ def was_cancelled(batch_job: Object) -> bool:
     return CANCELLED_ANNOTATION in annotations or was_given_up(batch_job)
 
 
-def creates_no_more_pods(batch_job: Object, pods: Sequence[Object], wanted: int) -> bool:
-    """Return whether its controller will certainly create no further pod, given that none is alive.
+def creates_no_more_pods(batch_job: Object, pods: Sequence[Verdict], wanted: int) -> bool:
+    """Return whether its controller will certainly create no pod, given that none holds a node.
 
     This is up to a second earlier than `Failed` or `Complete`: once the controller has decided to
     fail the Job, or all its pods have ended by themselves and must be counted. Pods that were
@@ -75,10 +82,10 @@ def creates_no_more_pods(batch_job: Object, pods: Sequence[Object], wanted: int)
     """
     if has_decided(batch_job):
         return True
-    ended = [pod for pod in pods if not is_alive(pod)]
-    counted = [pod for pod in ended if "deletionTimestamp" not in pod["metadata"]]
+    ended = [one for one in pods if not one.holds_node]
+    counted = [one for one in ended if not one.pod.deleted]
     if len(ended) >= wanted:
-        failed = any(pod["status"]["phase"] == "Failed" for pod in counted)
+        failed = any(one.counts_as_failed for one in counted)
         # With a higher limit, set by another client, the controller replaces failed pods.
         if failed and not batch_job["spec"].get("backoffLimit"):
             return True

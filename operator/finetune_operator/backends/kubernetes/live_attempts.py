@@ -30,6 +30,7 @@ from finetune_operator.backends.kubernetes.child_names import (
 )
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
+from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.kueue import Kueue
 from finetune_operator.backends.kubernetes.log_tail import LogTails
 from finetune_operator.backends.kubernetes.partial_gangs import PartialGangs
@@ -41,6 +42,7 @@ from finetune_operator.backends.kubernetes.reasons import may_be_explained_by_ev
 from finetune_operator.backends.kubernetes.silence import silent_component
 from finetune_operator.backends.kubernetes.submit import handle_of, submit
 from finetune_operator.backends.kubernetes.upkeep import Upkeep
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.backends.kubernetes.warning_events import WarningEvents
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import ENDPOINT_SLICES, PODS, Object
@@ -116,10 +118,10 @@ class LiveAttempts:
         if batch_job is not None:
             self._open(ref.job_uid, handle.uid)
         there = await self._children.pods(name, handle.uid)
-        pods = self._ended.including_deleted(handle.uid, there)
+        pods = self._ended.including_gone(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None and seen.phase is AttemptPhase.FAILED:
-            await self._log_tails.keep(self._children, name, batch_job, there)
+            await self._log_tails.keep(self._children, name, batch_job, pods)
         if batch_job is not None:
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
         if seen.phase is not AttemptPhase.PENDING:
@@ -131,9 +133,10 @@ class LiveAttempts:
         return seen
 
     async def _observe_unfinished(
-        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
+        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Verdict]
     ) -> Observation:
         name, facts = AttemptName.parse(handle.name), facts_of(batch_job)
+        pods = [one for one in pods if not one.may_be_replaced]
         if facts.service:
             seen = await self._with_rank_zero(seen, handle, batch_job, pods)
         address = self._names.given(handle.uid)
@@ -166,7 +169,8 @@ class LiveAttempts:
         batch_job = await self._owned(name, handle)
         if batch_job is None:
             return ()
-        seen = observe.observation_of(batch_job, await self._children.pods(name, handle.uid))
+        pods = [judge(pod) for pod in await self._children.pods(name, handle.uid)]
+        seen = observe.observation_of(batch_job, pods)
         if seen.phase is not AttemptPhase.SUCCEEDED:
             return ()
         named = seen.termination.artifacts if seen.termination else ()
@@ -182,7 +186,7 @@ class LiveAttempts:
         return batch_job if is_owned else None
 
     async def _with_rank_zero(
-        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Object]
+        self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Verdict]
     ) -> Observation:
         """Publish the name of rank 0's pod; without it the other pods would wait silently."""
         address = address_of(pods)
@@ -198,7 +202,7 @@ class LiveAttempts:
         return replace(seen, obstacle=obstacle, requeue_seconds=rank_zero.AGAIN_SECONDS)
 
     async def _with_progress(
-        self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Object]
+        self, seen: Observation, uid: str, facts: AttemptFacts, pods: Sequence[Verdict]
     ) -> Observation:
         self._warnings.forget(uid)
         address = address_of(pods)
@@ -217,7 +221,7 @@ class LiveAttempts:
         return replace(seen, is_training=False) if is_early else seen
 
     async def _with_obstacle(
-        self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+        self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Verdict]
     ) -> Observation:
         """Complete the obstacle of a pending gang, and let it give way to an older gang."""
         client, uid = self._children.cluster.client, batch_job["metadata"]["uid"]
@@ -229,7 +233,8 @@ class LiveAttempts:
             obstacle, again = await self._warnings.read(client, name.namespace, uid, pods)
             waits.append(again)
         if obstacle is None:
-            obstacle, again = silent_component(batch_job, pods, self._now())
+            facts = [one.pod for one in pods]
+            obstacle, again = silent_component(batch_job, facts, self._now())
             waits.append(again)
         gives_up, again = self._partial.observe(name, batch_job, pods)
         left = [one for one in (*waits, again) if one is not None]

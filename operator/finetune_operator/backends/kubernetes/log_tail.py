@@ -14,11 +14,12 @@ from finetune_operator.backends.kubernetes.child_names import (
 )
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.finality import was_cancelled
-from finetune_operator.backends.kubernetes.observe import root_cause_pod
-from finetune_operator.backends.kubernetes.pod_termination import termination_of
+from finetune_operator.backends.kubernetes.observe import root_cause
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.resources import JOBS, Object
-from finetune_trainer.config import ExitCode
+from finetune_trainer.config import FailureClass
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class LogTails:
         self._failures: dict[str, int] = {}
 
     async def keep(
-        self, children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+        self, children: Children, name: AttemptName, batch_job: Object, pods: Sequence[Verdict]
     ) -> None:
         """Write the log tail of the root cause, unless it is already written.
 
@@ -46,11 +47,11 @@ class LogTails:
         """
         if kept_tail(batch_job) or was_cancelled(batch_job):
             return
-        pod = root_cause_pod(pods)
-        if pod is None or termination_of(pod).termination.exit_code == ExitCode.PREEMPTED:
-            return  # the pod never ran, or was preempted
+        cause = root_cause(one for one in pods if not one.pod.is_gone)
+        if cause is None or not _has_log(cause):
+            return
         uid = batch_job["metadata"]["uid"]
-        text = await _log_tail(children, pod)
+        text = await _log_tail(children, cause.pod)
         change = {"metadata": {"uid": uid, "annotations": {LOG_TAIL_ANNOTATION: text}}}
         try:
             client = children.cluster.client
@@ -67,9 +68,14 @@ class LogTails:
         self._failures.pop(uid, None)
 
 
-async def _log_tail(children: Children, pod: Object) -> str:
-    client, metadata = children.cluster.client, pod["metadata"]
-    name, namespace = metadata["name"], metadata["namespace"]
+def _has_log(cause: Verdict) -> bool:
+    """Whether the log is worth a read: the trainer ran, and was not preempted."""
+    is_preempted = cause.end is not None and cause.end.failure_class is FailureClass.PREEMPTED
+    return cause.pod.trainer.state == "terminated" and not is_preempted
+
+
+async def _log_tail(children: Children, pod: PodFacts) -> str:
+    client, name, namespace = children.cluster.client, pod.name, pod.namespace
     try:
         async with asyncio.timeout(_READ_SECONDS):
             lines = client.log(name, namespace, container=CONTAINER, tail=NUM_LINES)

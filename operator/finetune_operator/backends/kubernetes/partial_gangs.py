@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from finetune_operator.backends.kubernetes.child_names import QUEUE_LABEL, AttemptName, owner_of
-from finetune_operator.backends.kubernetes.pod_termination import condition
+from finetune_operator.backends.kubernetes.verdict import Verdict
+from finetune_operator.backends.root_cause import NO_EXIT_CODE
 from finetune_operator.kube.resources import Object
-from finetune_trainer.config import ExitCode, FailureClass, Termination
+from finetune_trainer.config import FailureClass, Termination
 
 PATIENCE_SECONDS = 120.0
 _AGAIN_SECONDS = 10.0
@@ -52,7 +53,7 @@ class PartialGangs:
         self._yielded: dict[tuple[str, str], int] = {}
 
     def observe(
-        self, name: AttemptName, batch_job: Object, pods: Sequence[Object]
+        self, name: AttemptName, batch_job: Object, pods: Sequence[Verdict]
     ) -> tuple[Termination | None, float | None]:
         """Record a pending gang; return its termination if it gives way, and when to ask again.
 
@@ -101,13 +102,13 @@ class PartialGangs:
         return min(older, key=lambda one: one.age, default=None) if gang in waiting else None
 
 
-def _num_placed(batch_job: Object, pods: Sequence[Object]) -> int | None:
+def _num_placed(batch_job: Object, pods: Sequence[Verdict]) -> int | None:
     """Return how many pods have a node while others find none; None if the gang is not partial."""
     if QUEUE_LABEL in (batch_job["metadata"].get("labels") or {}):
         return None
-    present = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    waits = any(condition(pod, "PodScheduled").get("status") == "False" for pod in present)
-    num_placed = sum(bool(pod.get("spec", {}).get("nodeName")) for pod in present)
+    present = [one.pod for one in pods if not one.pod.deleted]
+    waits = any(pod.scheduled.status == "False" for pod in present)
+    num_placed = sum(bool(pod.node) for pod in present)
     return num_placed if waits and num_placed else None
 
 
@@ -120,5 +121,5 @@ def _gave_way(gang: _Gang, older: _Gang) -> Termination:
         "nodes; with spec.queue, Kueue admits a job only with all of its nodes"
     )
     return Termination(
-        failure_class=FailureClass.PREEMPTED, exit_code=ExitCode.PREEMPTED, message=message
+        failure_class=FailureClass.PREEMPTED, exit_code=NO_EXIT_CODE, message=message
     )

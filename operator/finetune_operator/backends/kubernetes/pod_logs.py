@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from finetune_operator.backends.base import AttemptPhase
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, AttemptName, facts_of
 from finetune_operator.backends.kubernetes.children import Children
+from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.log_tail import kept_tail
 from finetune_operator.backends.kubernetes.observe import observation_of
-from finetune_operator.backends.kubernetes.pod_termination import index_of
+from finetune_operator.backends.kubernetes.verdict import PodState
 from finetune_operator.errors import NoLogYetError, NoSuchRankError
 from finetune_operator.kube.api_errors import InvalidError, NotFoundError
 from finetune_operator.kube.resources import Object
@@ -33,17 +34,17 @@ async def read_log(
         raise NoSuchRankError(f"rank {rank} does not exist; {name} has {ranks}")
     index = rank // facts.processes_per_node
     found = await children.pods(name, batch_job["metadata"]["uid"])
-    pods = [one for one in found if index_of(one) == index]
+    pods = [one for one in found if one.index == index]
     if not pods:
-        is_pending = observation_of(batch_job, found).phase is AttemptPhase.PENDING
-        if is_pending and not kept_tail(batch_job):
+        seen = observation_of(batch_job, [judge(one) for one in found])
+        if seen.phase is AttemptPhase.PENDING and not kept_tail(batch_job):
             raise NoLogYetError(f"the pod of rank {rank} of {name} does not exist yet")
         yield f"the pod of rank {rank} of {name} no longer exists"
         for line in kept_tail(batch_job):
             yield line
         return
-    newest = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
-    pod = newest["metadata"]["name"]
+    newest = judge(max(pods, key=lambda one: one.created))
+    pod = newest.pod.name
     client, has_lines, failure = children.cluster.client, False, ""
     try:
         lines = client.log(pod, name.namespace, container=CONTAINER, tail=TAIL_LINES, follow=follow)
@@ -54,7 +55,7 @@ async def read_log(
         failure = f"pod {pod} of rank {rank} has no log ({error})"
     # The log of a pod without a node is empty, and the API server refuses to read the log of a
     # container that waits.
-    if not has_lines and newest.get("status", {}).get("phase") == "Pending":
+    if not has_lines and newest.state is PodState.WAITING:
         raise NoLogYetError(f"pod {pod} of rank {rank} has not started")
     if failure:
         yield failure

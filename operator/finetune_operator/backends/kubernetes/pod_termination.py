@@ -1,17 +1,21 @@
-"""Determine how a pod ended, from its termination message or else from its status. Pure."""
+"""Judge how a pod ended, from the cluster's words and the trainer's. Pure.
 
-from dataclasses import dataclass
-from typing import Any
+A trainer's own error or completion takes precedence over the cluster's words, and these over a
+trainer that was stopped by a signal or left no message.
+"""
+
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from finetune_operator.backends.kubernetes.child_names import CONTAINER, INDEX_LABEL
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts, Role
+from finetune_operator.backends.kubernetes.verdict import End, PodState, Verdict
 from finetune_operator.backends.root_cause import (
+    NO_EXIT_CODE,
+    STOPPED_BY_SIGNAL,
     ended_silently,
-    root_cause_order,
     with_seen_exit_code,
 )
-from finetune_operator.kube.resources import Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 
 _LONGEST_TAIL = 400
@@ -23,114 +27,169 @@ _WRONG_IMAGE = {
     "No module named finetune_trainer": "does not have the trainer",
     "No module named 'finetune_trainer'": "does not have the trainer",
 }
+_KILLED = frozenset({ExitCode.KILLED, *STOPPED_BY_SIGNAL})
+_STOPPED = frozenset({ExitCode.PREEMPTED, *_KILLED})
+_LOST_CONTAINER = 255  # exit code from a container runtime that has lost the container
+_LOST = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Reasons of a container whose end the kubelet or the container runtime has not seen."""
+
+_OF_LOST_NODE = frozenset({"DeletionByPodGC", "DeletionByTaintManager"})
+_OWN_LIMITS = {
+    "Evicted": "raise the limit that is named here, or have the pod use less",
+    "DeadlineExceeded": "another client has set activeDeadlineSeconds on the pod; remove it there",
+}
 
 
-@dataclass(frozen=True)
-class PodTermination:
-    """How a pod ended.
+class _Cause(NamedTuple):
+    """Why the cluster has ended a pod."""
 
-    Attributes:
-        index: Number of its node.
-        termination: The termination.
-        node: Name of its node; empty if it never ran.
-        order: Sort key from `root_cause_order`.
-    """
-
-    index: int
-    termination: Termination
-    node: str
-    order: int
+    failure_class: FailureClass
+    reason: str
+    sentence: str
+    remedy: str = ""
 
 
-def index_of(pod: Object) -> int:
-    """Return the number of the pod's node."""
-    return int(pod["metadata"].get("labels", {}).get(INDEX_LABEL, "0"))
+def judge_end(pod: PodFacts, state: PodState) -> Verdict:
+    """Return the verdict on a pod whose trainer has ended, or can never run."""
+    report = _own_report(pod)
+    if report is None or report.exit_code in _STOPPED:
+        rules = (_disruption, _own_limit, _never_ran, _deletion, _lost_container)
+        cause = next((found for rule in rules if (found := rule(pod)) is not None), None)
+        if cause is not None:
+            return _decided(pod, state, cause, report)
+    report = report or _silent_end(pod)
+    end = End(report.failure_class, report.exit_code, report)
+    return Verdict(pod, state, report.failure_class, report.message, end=end)
 
 
-def is_alive(pod: Object) -> bool:
-    """Return whether a process of the pod may run, even on a node that does not respond."""
-    return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+def _decided(pod: PodFacts, state: PodState, cause: _Cause, report: Termination | None) -> Verdict:
+    """Return the verdict by the cluster; a report of the stop adds how far the trainer came."""
+    code = NO_EXIT_CODE if _was_lost(pod) else pod.trainer.exit_code or NO_EXIT_CODE
+    sentence = cause.sentence
+    if report is not None:
+        code, sentence = report.exit_code, f"{sentence}; {report.message}"
+    end = End(cause.failure_class, code, report, is_decided=True)
+    return Verdict(pod, state, cause.reason, sentence, cause.remedy, end)
 
 
-def condition(obj: Object, kind: str) -> Any:
-    """Return the condition of that type, or an empty mapping if it is absent."""
-    found = obj.get("status", {}).get("conditions") or ()
-    return next((one for one in found if one["type"] == kind), {})
+def _own_report(pod: PodFacts) -> Termination | None:
+    """Return the trainer's termination message, with the exit code from the kubelet."""
+    if pod.trainer.state != "terminated":
+        return None
+    try:
+        report = Termination.model_validate_json(pod.trainer.message)
+    except ValidationError:
+        return None  # then the text is the end of the log
+    return with_seen_exit_code(f"pod {pod.name}", report, pod.trainer.exit_code)
 
 
-def container_state(pod: Object, state: str) -> Any:
-    """Return the trainer's `waiting`, `running` or `terminated`; None if it is in another state."""
-    for one in pod.get("status", {}).get("containerStatuses") or ():
-        if one["name"] == CONTAINER:
-            return one.get("state", {}).get(state)
+def _was_lost(pod: PodFacts) -> bool:
+    """Whether no process gave the exit code of the trainer's container."""
+    return pod.trainer.state != "terminated" or pod.trainer.reason in _LOST
+
+
+def _disruption(pod: PodFacts) -> _Cause | None:
+    found = pod.disruption
+    if found.status != "True":
+        return None
+    reason = found.reason or "DisruptionTarget"
+    text = f"{_where(pod)} was disrupted ({pod.message.strip() or found.message or reason})"
+    # A node whose kubelet has reported the end of the trainer is not lost.
+    is_lost = reason in _OF_LOST_NODE and _was_lost(pod)
+    return _Cause(FailureClass.NODE_LOST if is_lost else FailureClass.PREEMPTED, reason, text)
+
+
+def _own_limit(pod: PodFacts) -> _Cause | None:
+    """Return the eviction at a limit of the pod itself; node pressure is a disruption."""
+    if pod.reason not in _OWN_LIMITS:
+        return None
+    words = pod.message.strip() or "no reason given"
+    text = f"{_where(pod)} was ended by the kubelet ({pod.reason}): {words}"
+    return _Cause(FailureClass.EVICTED, pod.reason, text, _OWN_LIMITS[pod.reason])
+
+
+def _never_ran(pod: PodFacts) -> _Cause | None:
+    trainer = pod.trainer
+    if trainer.state == "running" or trainer.started or not _was_lost(pod):
+        return None
+    failed = next((one for one in pod.containers if one.role is Role.INIT and one.exit_code), None)
+    if failed is not None and not (pod.deleted and failed.exit_code in _KILLED):
+        details = f"exit code {failed.exit_code}, {failed.reason or 'no reason given'}"
+        last = failed.message.strip()[-_LONGEST_TAIL:]
+        text = f"init container {failed.name} of {_where(pod)} failed ({details})"
+        remedy = f"see its log: kubectl logs -n {pod.namespace} {pod.name} -c {failed.name}"
+        sentence = f"{text}: {last}" if last else text
+        return _Cause(FailureClass.NOT_STARTED, "InitContainerFailed", sentence, remedy)
+    if pod.deleted:
+        text = f"{_where(pod)} was deleted before its trainer ran"
+        return _Cause(FailureClass.PREEMPTED, "Deleted", text)
+    if pod.phase == "Failed" and pod.reason:
+        more = f": {pod.message.strip()}" if pod.message.strip() else ""
+        text = f"{_where(pod)} was rejected by the kubelet ({pod.reason}){more}"
+        remedy = f"if this recurs, compare the pod with kubectl describe node {pod.node}"
+        return _Cause(FailureClass.REJECTED, pod.reason, text, remedy)
     return None
 
 
-def termination_of(pod: Object) -> PodTermination:
-    """Return how a terminated pod ended."""
-    name = pod["metadata"]["name"]
-    node = pod.get("spec", {}).get("nodeName", "")
-    ended = container_state(pod, "terminated")
-    disruption = _disruption(pod)
-    if disruption and (not ended or _parse(ended.get("message", "")) is None):
-        where = f" on {node}" if node else ""
-        text = f"pod {name}{where} was disrupted ({disruption})"
-        termination = _termination(ExitCode.PREEMPTED, FailureClass.PREEMPTED, text)
-        order = root_cause_order(ExitCode.KILLED, is_victim=False)
-        return PodTermination(index_of(pod), termination, node, order)
-    index = index_of(pod)
-    termination = _from_container(name, index, ended) if ended else _from_status(name, pod)
-    is_victim = "deletionTimestamp" in pod["metadata"] and not disruption
-    order = root_cause_order(termination.exit_code, is_victim=is_victim)
-    return PodTermination(index, termination, node, order)
+def _deletion(pod: PodFacts) -> _Cause | None:
+    """Return the deletion of a pod whose trainer has left no message since."""
+    trainer = pod.trainer
+    is_silent = _was_lost(pod) or (
+        trainer.exit_code in _KILLED and trainer.reason != "OOMKilled" and _own_report(pod) is None
+    )
+    if not pod.deleted or not is_silent:
+        return None
+    text = f"{_where(pod)} was deleted, and its trainer stopped before it could save or report"
+    return _Cause(FailureClass.PREEMPTED, "Deleted", text)
 
 
-def _disruption(pod: Object) -> str:
-    """Return why the cluster disrupted the pod; empty if it did not.
-
-    An eviction by the kubelet does not count, because the pod exhausted its node: the fault is the
-    job's.
-    """
-    target, status = condition(pod, "DisruptionTarget"), pod.get("status", {})
-    if target.get("status") != "True" or status.get("reason") == "Evicted":
-        return ""
-    return str(target.get("message") or target.get("reason") or "DisruptionTarget")
+def _lost_container(pod: PodFacts) -> _Cause | None:
+    trainer = pod.trainer
+    if trainer.state != "terminated" or trainer.reason not in _LOST:
+        return None
+    text = f"the node of {_where(pod)} has lost the trainer's container ({trainer.reason})"
+    remedy = f"if this recurs, see kubectl describe node {pod.node}"
+    return _Cause(FailureClass.NODE_LOST, trainer.reason, text, remedy)
 
 
-def _from_container(name: str, index: int, ended: Any) -> Termination:
-    """Combine the trainer's termination message with the exit code from the kubelet."""
-    code, message = int(ended["exitCode"]), ended.get("message", "")
-    parsed = _parse(message)
-    if parsed is None:
-        return _without_message(name, index, code, str(ended.get("reason", "")), message)
-    return with_seen_exit_code(f"pod {name}", parsed, code)
+def _where(pod: PodFacts) -> str:
+    return f"pod {pod.name} on {pod.node}" if pod.node else f"pod {pod.name}"
 
 
-def _without_message(name: str, index: int, code: int, reason: str, tail: str) -> Termination:
+def _silent_end(pod: PodFacts) -> Termination:
     """Return how a pod without the trainer's message ended.
 
     Node 0 always leaves a message, because every launcher runs rank 0 there; other nodes may not.
     """
-    last = tail.strip()[-_LONGEST_TAIL:]
+    name, code, reason = pod.name, pod.trainer.exit_code, pod.trainer.reason
+    last = pod.trainer.message.strip()[-_LONGEST_TAIL:]
+    if pod.trainer.state != "terminated":
+        return _without_container(pod)
     if reason == "OOMKilled":
         text = (
             f"pod {name} was killed because it reached its memory limit; lower "
             "spec.training.microBatchSize or maxSeqLength, or give the pods more memory"
         )
         return _termination(ExitCode.KILLED, FailureClass.OUT_OF_MEMORY, text)
-    if (fault := _fault_of_image(tail)) is not None:
+    if (fault := _fault_of_image(last)) is not None:
         text = (
             f"the image of pod {name} {fault} ({last}); set an image that `make images` has built "
             "for the nodes in spec.image of the job's FineTuneProfile"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
-    if code == ExitCode.DONE and index == 0 and not last:
+    if code == ExitCode.DONE and pod.index == 0 and not last:
         text = (
             f"pod {name} ended with exit code 0 and without a termination message, "
             "so there is no evidence that it trained; see its log, and make "
             "spec.image and spec.command of the job's FineTuneProfile run the trainer"
         )
         return _termination(ExitCode.CONFIG, FailureClass.CONFIG_ERROR, text)
+    if code == _LOST_CONTAINER and not last:
+        text = (
+            f"pod {name} ended with exit code 255 without a termination message, as when the "
+            f"container runtime loses a container; see kubectl describe node {pod.node}"
+        )
+        return _termination(code, FailureClass.WORKER_LOST, text)
     reported = f" ({reason})" if reason not in ("", "Error", "Completed") else ""
     more = f"; its last output: {last}" if last else "; see its log"
     return ended_silently(f"pod {name}", code, reason=reported, more=more)
@@ -138,27 +197,19 @@ def _without_message(name: str, index: int, code: int, reason: str, tail: str) -
 
 def _fault_of_image(tail: str) -> str | None:
     """Return the fault of an image by the last output line, or None if it can run."""
-    lines = tail.strip().splitlines() or [""]
+    lines = tail.splitlines() or [""]
     return next((fault for phrase, fault in _WRONG_IMAGE.items() if phrase in lines[-1]), None)
 
 
-def _from_status(name: str, pod: Object) -> Termination:
-    """Return the termination of a pod whose container never ran, or whose node died."""
-    status = pod.get("status", {})
-    if status.get("phase") == "Succeeded":
-        text = f"pod {name} ended with exit code 0 without a termination message"
+def _without_container(pod: PodFacts) -> Termination:
+    """Return the end of a pod that has ended although no end of its trainer was reported."""
+    if pod.phase == "Succeeded":
+        text = f"pod {pod.name} ended with exit code 0 without a termination message"
         return _termination(ExitCode.DONE, FailureClass.COMPLETED, text)
-    reason = status.get("reason") or "no reason given"
-    more = f": {status['message'].strip()}" if status.get("message") else ""
-    text = f"pod {name} failed ({reason}){more}"
-    return _termination(ExitCode.KILLED, FailureClass.WORKER_LOST, text)
-
-
-def _parse(message: str) -> Termination | None:
-    try:
-        return Termination.model_validate_json(message)
-    except ValidationError:
-        return None  # then the text is the end of the log
+    reason = pod.reason or "no reason given"
+    more = f": {pod.message.strip()}" if pod.message else ""
+    text = f"pod {pod.name} failed ({reason}){more}"
+    return _termination(NO_EXIT_CODE, FailureClass.WORKER_LOST, text)
 
 
 def _termination(code: int, failure: FailureClass, message: str) -> Termination:

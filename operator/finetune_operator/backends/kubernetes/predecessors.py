@@ -12,11 +12,12 @@ from finetune_operator.backends.kubernetes.cancel import end
 from finetune_operator.backends.kubernetes.child_names import AttemptName, owner_of
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.finality import has_decided
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts
 from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import JOB_UID_LABEL
-from finetune_operator.kube.resources import JOBS, PODS, Object
+from finetune_operator.kube.resources import JOBS, Object
 
 _MOST_NAMED = 3
 _EVERY_KIND = "jobs,pods,services,endpointslices,networkpolicies"
@@ -56,13 +57,13 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
         ApiError: The API server refuses or does not respond.
     """
     living = await _end_others(children, name, job_uid)
-    pods = [pod for pod in children.cluster.cache(PODS).of_job(name.key) if is_alive(pod)]
+    pods = [pod for pod in children.cached_pods(name.key) if judge(pod).may_write]
     if orphans := [pod for pod in pods if _is_orphan(children, pod)]:
         raise AlreadyOwnedError(_about_orphans(name, job_uid, orphans))
     if pods:
         raise NotCreatedError(
-            f"pod {pods[0]['metadata']['name']} still exists, and two attempts must not write "
-            "one checkpoint; waiting until it has ended"
+            f"pod {pods[0].name} still exists, and two attempts must not write one checkpoint; "
+            "waiting until it has ended"
         )
     if living is not None:
         raise NotCreatedError(
@@ -71,27 +72,25 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
         )
 
 
-def _is_orphan(children: Children, pod: Object) -> bool:
+def _is_orphan(children: Children, pod: PodFacts) -> bool:
     """Return whether no controller ends the pod: it has no owner, or a Job without an owner.
 
     A deleted Job is no proof: its pods are garbage-collected, and a cache may be late.
     """
-    if "deletionTimestamp" in pod["metadata"]:
+    if pod.deleted:
         return False
-    owner = owner_of(pod)
-    if not owner:
+    if not pod.owner_uid:
         return True
-    key = Key(pod["metadata"]["namespace"], owner.get("name", ""))
-    batch_job = children.cluster.cache(JOBS).get(key)
-    if batch_job is None or batch_job["metadata"]["uid"] != owner["uid"]:
+    batch_job = children.cluster.cache(JOBS).get(Key(pod.namespace, pod.owner_name))
+    if batch_job is None or batch_job["metadata"]["uid"] != pod.owner_uid:
         return False
     return not owner_of(batch_job) and "deletionTimestamp" not in batch_job["metadata"]
 
 
-def _about_orphans(name: AttemptName, job_uid: str, pods: Sequence[Object]) -> str:
+def _about_orphans(name: AttemptName, job_uid: str, pods: Sequence[PodFacts]) -> str:
     """Return the sentence about orphaned pods, with the command that deletes them."""
-    names = [f"pod/{pod['metadata']['name']}" for pod in pods]
-    uids = {(pod["metadata"].get("labels") or {}).get(JOB_UID_LABEL, job_uid) for pod in pods}
+    names = [f"pod/{pod.name}" for pod in pods]
+    uids = {pod.job_uid or job_uid for pod in pods}
     what = " ".join(names)
     if job_uid not in uids:  # all objects left of the earlier job of this name
         what = f"{_EVERY_KIND} -l '{JOB_UID_LABEL} in ({', '.join(sorted(uids))})'"

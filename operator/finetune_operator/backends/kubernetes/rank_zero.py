@@ -12,9 +12,9 @@ from finetune_operator.backends.base import Effect, Obstacle
 from finetune_operator.backends.kubernetes.child_names import AttemptName, child_name, owner_of
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.network import rank_zero_slice
-from finetune_operator.backends.kubernetes.pod_termination import index_of, is_alive
 from finetune_operator.backends.kubernetes.reasons import KubernetesReason
 from finetune_operator.backends.kubernetes.submit import create_or_adopt
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.api_errors import ApiError, ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.compact import expand
@@ -24,12 +24,10 @@ from finetune_operator.kube.resources import ENDPOINT_SLICES, Object
 AGAIN_SECONDS = 10.0
 
 
-def address_of(pods: Sequence[Object]) -> str:
+def address_of(pods: Sequence[Verdict]) -> str:
     """Return the IP address of rank 0's pod; empty before it has one, and after it has ended."""
-    for pod in pods:
-        if index_of(pod) == 0 and is_alive(pod):
-            return str(pod.get("status", {}).get("podIP", ""))
-    return ""
+    found = (one.pod.address for one in pods if one.pod.index == 0 and one.may_write)
+    return next(found, "")
 
 
 @dataclass(frozen=True)

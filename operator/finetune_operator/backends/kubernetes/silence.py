@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from finetune_operator.backends.base import Obstacle
-from finetune_operator.backends.kubernetes.pod_termination import condition, index_of
+from finetune_operator.backends.kubernetes.pod_facts import PodFacts, Role
 from finetune_operator.backends.kubernetes.reasons import KubernetesReason
 from finetune_operator.kube.resources import Object
 
@@ -19,7 +19,7 @@ _Step = tuple[datetime, Obstacle]
 
 
 def silent_component(
-    batch_job: Object, pods: Sequence[Object], now: datetime
+    batch_job: Object, pods: Sequence[PodFacts], now: datetime
 ) -> tuple[Obstacle | None, float | None]:
     """Return the obstacle if a step is late; else the seconds until the next one may be."""
     waits = []
@@ -31,7 +31,7 @@ def silent_component(
     return None, min(waits, default=None)
 
 
-def _missing_steps(batch_job: Object, pods: Sequence[Object]) -> Iterator[_Step]:
+def _missing_steps(batch_job: Object, pods: Sequence[PodFacts]) -> Iterator[_Step]:
     metadata, wanted = batch_job["metadata"], batch_job["spec"].get("completions") or 1
     if len(pods) < wanted:
         conditions = batch_job.get("status", {}).get("conditions") or ()  # such as its resumption
@@ -44,38 +44,35 @@ def _missing_steps(batch_job: Object, pods: Sequence[Object]) -> Iterator[_Step]
             max(map(_time, filter(None, times))),
             Obstacle(KubernetesReason.PODS_NOT_CREATED, text),
         )
-    for pod in sorted(pods, key=index_of):
+    for pod in sorted(pods, key=lambda one: one.index):
         if (step := _missing_step_of(pod)) is not None:
             yield step
 
 
-def _missing_step_of(pod: Object) -> _Step | None:
-    metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
-    name, node, created = metadata["name"], spec.get("nodeName"), metadata["creationTimestamp"]
-    placed = condition(pod, "PodScheduled")
-    if not node and not placed:
-        scheduler = spec.get("schedulerName") or "its scheduler"
+def _missing_step_of(pod: PodFacts) -> _Step | None:
+    if not pod.node and not pod.scheduled.status:
+        scheduler = pod.scheduler or "its scheduler"
         text = (
-            f"scheduler {scheduler} has not tried to place pod {name}; check that it runs, or "
+            f"scheduler {scheduler} has not tried to place pod {pod.name}; check that it runs, or "
             "correct schedulerName in the profile and create the job again"
         )
-        return _time(created), Obstacle(KubernetesReason.SCHEDULER_NOT_RESPONDING, text)
-    states = status.get("initContainerStatuses") or ()
-    running = [one for one in states if "running" in one.get("state", {})]
-    if running and condition(pod, "Initialized").get("status") != "True":
+        return _time(pod.created), Obstacle(KubernetesReason.SCHEDULER_NOT_RESPONDING, text)
+    running = [one for one in pod.containers if one.role is Role.INIT and one.state == "running"]
+    if running and pod.initialized.status != "True":
         last = running[-1]  # init containers start in their order
         text = (
-            f"init container {last['name']} of pod {name} has not finished; if it hangs, see its "
-            f"log: kubectl logs -n {metadata['namespace']} {name} -c {last['name']}"
+            f"init container {last.name} of pod {pod.name} has not finished; if it hangs, see its "
+            f"log: kubectl logs -n {pod.namespace} {pod.name} -c {last.name}"
         )
-        since = last["state"]["running"].get("startedAt") or created
+        since = last.started or pod.created
         return _time(since), Obstacle(KubernetesReason.INIT_CONTAINER_RUNNING, text)
-    if node and not status.get("containerStatuses"):
+    if pod.node and not pod.has_report:
         text = (
-            f"the kubelet of node {node} has not reported on pod {name}; check that the node is "
-            f"Ready: kubectl describe node {node}"
+            f"the kubelet of node {pod.node} has not reported on pod {pod.name}; check that the "
+            f"node is Ready: kubectl describe node {pod.node}"
         )
-        return _time(_changed(placed) or created), Obstacle(KubernetesReason.POD_NOT_STARTED, text)
+        since = pod.scheduled.since or pod.created
+        return _time(since), Obstacle(KubernetesReason.POD_NOT_STARTED, text)
     return None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from finetune_operator.backends.base import Obstacle
 from finetune_operator.backends.kubernetes.reasons import from_events
+from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import EVENTS, Object
@@ -41,7 +42,7 @@ class WarningEvents:
         self._lists: dict[str, tuple[float, asyncio.Task[Mapping[str, list[Object]]]]] = {}
 
     async def read(
-        self, client: KubeClient, namespace: str, uid: str, pods: Sequence[Object]
+        self, client: KubeClient, namespace: str, uid: str, pods: Sequence[Verdict]
     ) -> tuple[Obstacle | None, float]:
         """Return the obstacle in the Events of the batch Job and its pods, and when to read again.
 
@@ -50,7 +51,7 @@ class WarningEvents:
         now = asyncio.get_running_loop().time()
         wait = self._waits.setdefault(uid, _Wait(now + SILENT_SECONDS, None))
         if now >= wait.due:
-            uids = frozenset({uid, *(pod["metadata"]["uid"] for pod in pods)})
+            uids = frozenset({uid, *(one.pod.uid for one in pods)})
             try:
                 events = await self._events(client, namespace)
                 wait.obstacle = from_events(

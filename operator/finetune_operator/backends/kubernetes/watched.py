@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from finetune_operator.backends.kubernetes.pod_facts import trim_pod
 from finetune_operator.backends.profiles import PROFILES
 from finetune_operator.kube import resources
 from finetune_operator.kube.compact import compact
-from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
+from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import Object
 from finetune_operator.kube.watch import Watch
 
@@ -19,20 +20,6 @@ _JOB_SPEC = ("activeDeadlineSeconds", "backoffLimit", "completions", "parallelis
 
 def _only(source: Mapping[str, Any], *names: str) -> Object:
     return {name: source[name] for name in names if name in source}
-
-
-def trim_pod(obj: Object) -> Object:
-    """Retain a pod's metadata, node, scheduler, status and the annotation GRACE_ANNOTATION."""
-    spec = _only(obj.get("spec", {}), "nodeName", "schedulerName", "containers")
-    names = [_only(one, "name") for one in spec.pop("containers", ())]
-    metadata = _only(obj["metadata"], *_METADATA)
-    if grace := _only(obj["metadata"].get("annotations") or {}, GRACE_ANNOTATION):
-        metadata["annotations"] = grace
-    return {
-        "metadata": metadata,
-        "spec": {**spec, "containers": names},
-        "status": obj.get("status", {}),
-    }
 
 
 def trim_job(obj: Object) -> Object:

@@ -4,7 +4,8 @@ import pytest
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Attempt
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.pod_facts import read_pod
 from finetune_operator.kube.labels import ATTEMPT_LABEL, JOB_LABEL
 from finetune_operator.kube.resources import JOBS, PODS, Object, Resource
 from finetune_operator.planner.plan import make_plan
@@ -34,7 +35,7 @@ def create_late(api: Api, namespace: str) -> None:
 
 def alive(api: Api, namespace: str) -> list[Object]:
     found = api.run(api.client.list(PODS, namespace, label_selector=f"{JOB_LABEL}=tiny")).items
-    return [pod for pod in found if is_alive(pod)]
+    return [pod for pod in found if judge(read_pod(pod)).may_write]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from finetune_operator.api.paths import show_path
 from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfile
-from finetune_operator.backends.base import Attempt, AttemptPhase, BackendContext
-from finetune_operator.backends.kubernetes import observe
+from finetune_operator.backends.base import Attempt, BackendContext
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
-from finetune_operator.backends.kubernetes.child_names import PROFILE_ANNOTATION, AttemptName
+from finetune_operator.backends.kubernetes.child_names import PROFILE_ANNOTATION
 from finetune_operator.backends.kubernetes.quantity import amount
 from finetune_operator.backends.kubernetes.reasons import from_events
 from finetune_operator.backends.kubernetes.volumes import output_uri
@@ -28,7 +27,7 @@ from finetune_operator.errors import BackendError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
 from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, Object
-from finetune_trainer.config import FailureClass, Termination, TrainConfig
+from finetune_trainer.config import TrainConfig
 from support.api.builders import job, manifest, planned
 from support.kubernetes.kubernetes_cases import CASES, GOLDENS, JOB, Case, backend, profile
 
@@ -744,245 +743,6 @@ def test_a_missing_profile_is_a_sentence_about_its_field() -> None:
     )
 
 
-def batch_job(*conditions: str, nodes: int = 2, **spec: Any) -> Object:
-    """Return a batch Job as the operator keeps it."""
-    said = [{"type": one, "status": "True", "reason": "Why", "message": "so"} for one in conditions]
-    return {
-        "metadata": {"name": "tiny-1", "namespace": "default", "uid": "u", "annotations": {}},
-        "spec": {"completions": nodes, "parallelism": nodes, "suspend": False, **spec},
-        "status": {"conditions": said},
-    }
-
-
-def pod(index: int, phase: str, *, is_deleted: bool = False, **status: Any) -> Object:
-    labels = {"batch.kubernetes.io/job-completion-index": str(index)}
-    metadata: Object = {"name": f"tiny-1-{index}-x", "uid": f"p{index}", "labels": labels}
-    if is_deleted:
-        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    spec = {"nodeName": f"node-{index}"}
-    return {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}}
-
-
-def state(kind: str, **said: Any) -> Object:
-    return {"containerStatuses": [{"name": "trainer", "state": {kind: said}}]}
-
-
-def running(index: int, **more: Any) -> Object:
-    return pod(index, "Running", **state("running"), **more)
-
-
-def ended(index: int, code: int, message: str = "", **more: Any) -> Object:
-    reason = more.pop("reason", "Error")
-    told = state("terminated", exitCode=code, message=message, reason=reason)
-    return pod(index, "Failed" if code else "Succeeded", **told, **more)
-
-
-def words(code: int, failure: FailureClass, message: str = "said") -> str:
-    said = Termination(failure_class=failure, exit_code=code, message=message)
-    return said.model_dump_json(by_alias=True, exclude_none=True)
-
-
-def condition(kind: str, status: str, reason: str, message: str) -> Object:
-    return {"conditions": [{"type": kind, "status": status, "reason": reason, "message": message}]}
-
-
-def disrupted(index: int, why: str, **status: Any) -> Object:
-    return pod(index, "Failed", **condition("DisruptionTarget", "True", why, "taken"), **status)
-
-
-DONE = words(0, FailureClass.COMPLETED)
-DATA = words(65, FailureClass.DATA_ERROR, "row 3 has no messages")
-PREEMPTED = words(75, FailureClass.PREEMPTED)
-
-SEEN: list[Any] = [
-    pytest.param(batch_job(), [], ("Pending", False, 0, None), id="just created"),
-    pytest.param(batch_job(), [running(0)], ("Pending", False, 1, None), id="half of the gang"),
-    pytest.param(batch_job(), [running(0), running(1)], ("Running", False, 2, None), id="all run"),
-    pytest.param(
-        batch_job(), [ended(0, 0, DONE), running(1)], ("Running", False, 1, None), id="one is done"
-    ),
-    pytest.param(
-        batch_job(), [ended(0, 0, DONE), ended(1, 0, DONE)], ("Succeeded", True, 0, 0),
-        id="all are done before the controller says so",
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(1, 0, DONE)], ("Succeeded", True, 0, 0), id="complete"
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(0, 0, DATA), ended(1, 0, DATA)], ("Failed", True, 0, 65),
-        id="a shell between hides from the controller that all failed",
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(0, 0, PREEMPTED), ended(1, 0, PREEMPTED)],
-        ("Failed", True, 0, 75), id="a shell between hides that all were preempted",
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(0, 0), ended(1, 0)], ("Failed", True, 0, 78),
-        id="what ran on node 0 was no trainer",
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(0, 0, DONE), ended(1, 0)], ("Succeeded", True, 0, 0),
-        id="a node without rank 0 has nothing to say under another launcher",
-    ),
-    pytest.param(
-        batch_job("Complete"), [ended(0, 1), ended(0, 0, DONE), ended(1, 0, DONE)],
-        ("Succeeded", True, 0, 0), id="a pod that failed was replaced, by a limit somebody raised",
-    ),
-    pytest.param(
-        batch_job(), [ended(0, 65, DATA), running(1)], ("Failed", False, 1, 65), id="one failed"
-    ),
-    pytest.param(
-        batch_job(), [ended(0, 1)], ("Failed", False, 0, 1),
-        id="the other pod may still be created",
-    ),
-    pytest.param(
-        batch_job("FailureTarget"), [ended(0, 1)], ("Failed", True, 0, 1),
-        id="the controller gave up, so no other pod comes",
-    ),
-    pytest.param(
-        batch_job(), [ended(0, 1), ended(1, 65, DATA)], ("Failed", True, 0, 65),
-        id="who says what is wrong is the root cause, not who lost a peer",
-    ),
-    pytest.param(
-        batch_job(), [ended(0, 143, is_deleted=True), ended(1, 137, reason="OOMKilled")],
-        ("Failed", True, 0, 137), id="who was ended with the rest is not the root cause",
-    ),
-    pytest.param(
-        batch_job(), [running(0, is_deleted=True), running(1)], ("Running", False, 2, None),
-        id="a pod that is told to leave still saves",
-    ),
-    pytest.param(
-        batch_job(), [disrupted(0, "DeletionByTaintManager"), running(1)], ("Failed", False, 1, 75),
-        id="a node was taken away",
-    ),
-    pytest.param(
-        batch_job("Failed"), [pod(0, "Running", is_deleted=True)], ("Failed", False, 0, None),
-        id="a pod on a node that does not answer may still write",
-    ),
-    pytest.param(batch_job("Failed"), [], ("Failed", True, 0, None), id="nothing is left"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("made", "pods", "expected"), SEEN)
-def test_objects_of_the_cluster_become_an_observation(
-    made: Object, pods: list[Object], expected: tuple[Any, ...]
-) -> None:
-    seen = observe.observation_of(made, pods)
-    code = seen.termination.exit_code if seen.termination else None
-    assert (seen.phase.value, seen.all_gone, seen.nodes_ready, code) == expected
-
-
-ENDS: list[Any] = [
-    pytest.param(ended(0, 65, DATA), 65, "DataError", "row 3 has no messages", id="its words"),
-    pytest.param(ended(0, 1, DONE), 1, "Error", "1 after its message: said", id="two words"),
-    pytest.param(
-        ended(0, 0, DATA), 65, "DataError",
-        "row 3 has no messages (pod tiny-1-0-x ended with exit code 0 nevertheless)", id="hidden",
-    ),
-    pytest.param(
-        ended(0, 0, reason="Completed"), 78, "ConfigError",
-        "make spec.image and spec.command of the job's FineTuneProfile run the trainer",
-        id="no trainer",
-    ),
-    pytest.param(
-        ended(0, 137, "", reason="OOMKilled"), 137, "OutOfMemory", "reached its memory limit",
-        id="out of memory",
-    ),
-    pytest.param(ended(0, 137), 137, "WorkerLost", "was killed (SIGKILL)", id="killed"),
-    pytest.param(
-        ended(0, 143), 143, "Preempted", "pod tiny-1-0-x was asked to stop (SIGTERM) before",
-        id="too young to say a word",
-    ),
-    pytest.param(
-        ended(0, 130, "the log's end"), 130, "Preempted", "asked to stop (SIGINT) before",
-        id="too young, by another signal",
-    ),
-    pytest.param(
-        ended(0, 143, reason="OOMKilled"), 137, "OutOfMemory", "reached its memory limit",
-        id="out of memory while it was told to stop",
-    ),
-    pytest.param(
-        ended(0, 143, PREEMPTED), 143, "Preempted", "143 after its message", id="signalled later"
-    ),
-    pytest.param(
-        ended(0, 1, "Traceback\nImportError: x\n"), 1, "Error",
-        "its last output: Traceback\nImportError: x", id="the end of its log",
-    ),
-    pytest.param(
-        ended(
-            0, 128, 'create task: exec: "sh": executable file not found in $PATH: unknown',
-            reason="StartError",
-        ), 78, "ConfigError", "the image of pod tiny-1-0-x does not have the trainer",
-        id="an image without a shell",
-    ),
-    pytest.param(
-        ended(0, 1, "/usr/bin/python: No module named finetune_trainer\n"), 78, "ConfigError",
-        "set an image that `make images` has built for the nodes in spec.image", id="another image",
-    ),
-    pytest.param(
-        ended(0, 255, "exec /bin/sh: exec format error"), 78, "ConfigError",
-        "is built for another processor than the node's", id="of another processor",
-    ),
-    pytest.param(
-        ended(0, 1, "exec format error\nRuntimeError: of a step\n"), 1, "Error",
-        "its last output: exec format error\nRuntimeError: of a step", id="something after it",
-    ),
-    pytest.param(
-        pod(0, "Failed", reason="NodeAffinity", message="no match"), 137, "WorkerLost",
-        "pod tiny-1-0-x failed (NodeAffinity): no match", id="never ran",
-    ),
-    pytest.param(
-        disrupted(0, "PreemptionByScheduler"), 75, "Preempted", "pod tiny-1-0-x on node-0 was "
-        "disrupted (taken)", id="preempted by the scheduler",
-    ),
-    pytest.param(
-        disrupted(0, "TerminationByKubelet", reason="Evicted", message="low on memory"), 137,
-        "WorkerLost", "failed (Evicted): low on memory", id="used up its node",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("made", "code", "failure", "says"), ENDS)
-def test_the_last_words_of_a_pod_are_told(made: Object, code: int, failure: str, says: str) -> None:
-    seen = observe.observation_of(batch_job("Failed", nodes=1), [made])
-    assert seen.termination is not None
-    assert (seen.termination.exit_code, seen.termination.failure_class) == (code, failure)
-    assert says in seen.message
-    assert seen.node == "node-0"
-
-
-WAITS: list[Any] = [
-    pytest.param(
-        pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable", "0/3 nodes fit")),
-        "Unschedulable", "pod tiny-1-0-x has no node: 0/3 nodes fit", id="no node",
-    ),
-    pytest.param(
-        pod(0, "Pending", **condition("PodScheduled", "False", "Unschedulable",
-                                      'persistentvolumeclaim "data" not found')),
-        "VolumeNotReady", "not found", id="no claim",
-    ),
-    pytest.param(
-        pod(0, "Pending", **state("waiting", reason="ImagePullBackOff", message="no such image")),
-        "ImagePullFailed", "pod tiny-1-0-x has no image: no such image", id="no image",
-    ),
-    pytest.param(
-        pod(0, "Pending", **state("waiting", reason="CreateContainerConfigError",
-                                  message='secret "hub" not found')),
-        "ContainerNotCreated", 'cannot start: secret "hub" not found', id="no secret",
-    ),
-    pytest.param(pod(0, "Pending", **state("waiting", reason="ContainerCreating")), "", "",
-                 id="only takes its time"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("made", "reason", "says"), WAITS)
-def test_why_a_gang_waits_is_told_in_words(made: Object, reason: str, says: str) -> None:
-    seen = observe.observation_of(batch_job(), [running(1), made])
-    assert seen.phase is AttemptPhase.PENDING
-    assert (seen.obstacle.reason if seen.obstacle else "") == reason
-    assert says in (seen.obstacle.message if seen.obstacle else "")
-
-
 def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> None:
     def event(uid: str, reason: str, message: str, time: str) -> Object:
         about = {"kind": "Pod", "name": "tiny-1-0-x", "uid": uid}
@@ -999,17 +759,6 @@ def test_a_mount_that_fails_is_told_from_the_newest_event_about_the_pod() -> Non
     assert told is not None
     assert told.reason == "VolumeNotReady"
     assert told.message == "Pod tiny-1-0-x: mount failed: permission denied"
-
-
-def test_an_attempt_whose_batch_job_was_deleted_has_failed_until_its_pods_are_gone() -> None:
-    name = AttemptName.parse("default/a-b-12")
-    assert (name.job, name.number, name.host) == ("a-b", 12, "a-b-12-0")
-    hangs = observe.gone(name, [running(0), ended(1, 1)])
-    assert (hangs.phase, hangs.all_gone, hangs.nodes_ready) == (AttemptPhase.FAILED, False, 1)
-    assert hangs.message == "Job default/a-b-12 no longer exists; 1 of its pods are still ending"
-    for pods in ([ended(0, 1)], []):
-        seen = observe.gone(name, pods)
-        assert (seen.phase, seen.all_gone) == (AttemptPhase.UNKNOWN, True)
 
 
 def files(folder: Path, *values: Mapping[str, Any]) -> str:
