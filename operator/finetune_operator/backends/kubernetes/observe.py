@@ -35,10 +35,10 @@ def gone(name: AttemptName, pods: Sequence[Verdict]) -> Observation:
         return _succeeded(pods, all_gone=True)
     text = f"{text}, because another client has deleted it"
     seen = Observation(AttemptPhase.UNKNOWN, all_gone=True, message=text)
-    if cause is not None and not cause.is_victim:
+    if cause is not None and not (cause.is_victim or cause.is_done):
         return _caused_by(cause, seen)
     seen = replace(seen, failure_class=FailureClass.PREEMPTED)
-    if cause is None or cause.termination is None:
+    if cause is None or cause.is_done or cause.termination is None:
         return seen
     text = f"{text}; {cause.message}"
     told = cause.termination.model_copy(update={"message": text})

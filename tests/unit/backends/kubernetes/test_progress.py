@@ -12,6 +12,7 @@ import pytest
 from finetune_operator.backends.base import Attempt, BackendContext, Handle
 from finetune_operator.backends.kubernetes import kept
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
+from finetune_operator.backends.kubernetes.pod_facts import trim_pod
 from finetune_operator.backends.kubernetes.progress import Pace, ProgressReader
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -262,7 +263,7 @@ async def running(
     handle = await backend.submit(backend.render(plan, Attempt(1)))
     made = caches[JOBS].get(Key("default", "tiny-1"))
     assert made is not None
-    caches[PODS].put(running_pod(made))
+    caches[PODS].put(trim_pod(running_pod(made)))
     return handle
 
 

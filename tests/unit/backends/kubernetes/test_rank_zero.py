@@ -8,6 +8,7 @@ from pathlib import Path
 from finetune_operator.backends.base import Attempt, BackendContext, Effect, Handle
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
 from finetune_operator.backends.kubernetes.child_names import FACTS_ANNOTATION
+from finetune_operator.backends.kubernetes.pod_facts import trim_pod
 from finetune_operator.backends.kubernetes.rank_zero import AGAIN_SECONDS
 from finetune_operator.kube.api_errors import NotFoundError
 from finetune_operator.kube.cache import ObjectCache
@@ -79,7 +80,8 @@ class OnePod:
         }
         running = [{"name": "trainer", "state": {"running": {}}}]
         status = {"phase": "Running", "podIP": address, "containerStatuses": running}
-        self._pods = [{"metadata": metadata, "spec": {"nodeName": "n"}, "status": status}]
+        pod: Object = {"metadata": metadata, "spec": {"nodeName": "n"}, "status": status}
+        self._pods = [trim_pod(pod)]
         self._cache(PODS).replace(self._pods, str(version))
 
     def end_rank_zero(self) -> None:

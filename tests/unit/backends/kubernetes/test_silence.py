@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.backends.kubernetes.pod_facts import read_pod
 from finetune_operator.backends.kubernetes.silence import silent_component
 from finetune_operator.kube.resources import EVENTS, JOBS, Object
 from finetune_operator.reconcile.conditions import rfc3339
@@ -234,7 +235,7 @@ def ago(seconds: float) -> str:
 
 
 def pod(**status: Any) -> Object:
-    metadata = {"namespace": "ns", "name": "tiny-1-0", "creationTimestamp": ago(3600)}
+    metadata = {"namespace": "ns", "name": "tiny-1-0", "uid": "p", "creationTimestamp": ago(3600)}
     return {"metadata": metadata, "spec": {"nodeName": "a"}, "status": status}
 
 
@@ -272,6 +273,7 @@ PULLING = pod(
     ],
 )
 def test_each_step_has_30_s_of_its_own(job: Object, pods: list[Object], left: float | None) -> None:
-    assert silent_component(job, pods, NOW) == (None, left)
+    facts = [read_pod(one) for one in pods]
+    assert silent_component(job, facts, NOW) == (None, left)
     if left is not None:
-        assert silent_component(job, pods, NOW + timedelta(seconds=left))[0] is not None
+        assert silent_component(job, facts, NOW + timedelta(seconds=left))[0] is not None

@@ -8,6 +8,7 @@ import pytest
 from finetune_operator.api.v1alpha1 import FineTuneJob
 from finetune_operator.backends.base import Attempt, BackendContext, Found
 from finetune_operator.backends.kubernetes.backend import KubernetesBackend
+from finetune_operator.backends.kubernetes.pod_facts import trim_pod
 from finetune_operator.errors import TransientError
 from finetune_operator.kube.cache import ObjectCache
 from finetune_operator.kube.cluster import Cluster
@@ -43,12 +44,13 @@ def opened(job: FineTuneJob) -> FineTuneJob:
 def pod(phase: str, version: int) -> Object:
     metadata: Object = {
         "name": "tiny-1-0-abc",
+        "uid": "p",
         "namespace": "default",
         "resourceVersion": str(version),
     }
     owner = {"kind": "Job", "name": "tiny-1", "uid": "deleted", "controller": True}
     metadata |= {"labels": {JOB_LABEL: "tiny"}, "ownerReferences": [owner]}
-    return {"metadata": metadata, "status": {"phase": phase}}
+    return trim_pod({"metadata": metadata, "status": {"phase": phase}})
 
 
 def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen() -> None:
