@@ -189,6 +189,8 @@ class Observation:
         obstacle: The current obstacle, in every phase; None if there is none.
         gives_up: Termination to record if the operator must end the attempt before it trains, for
             the sake of another job; None otherwise. As `Preempted` the restart is not counted.
+        outlived_by: Containers that still run long after all processes of the attempt have ended,
+            so that the operator must end it; empty otherwise.
         message: One sentence for the conditions; may be empty.
         warning: One sentence for people without effect on decisions, such as interference by other
             clients; may be empty.
@@ -208,6 +210,7 @@ class Observation:
     unheard: str = ""
     obstacle: Obstacle | None = None
     gives_up: Termination | None = None
+    outlived_by: str = ""
     message: str = ""
     warning: str = ""
     requeue_seconds: float | None = None

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     PROVISIONING = "Provisioning"
     STARTING = "Starting"
     TRAINING = "Training"
+    COMPLETING = "Completing"
     PROGRESS_UNKNOWN = "ProgressUnknown"
     RESTARTING = "Restarting"
     COMMITTED = "Committed"

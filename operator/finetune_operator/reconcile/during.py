@@ -123,6 +123,10 @@ def follow(
         text = f"{text}; waiting until all of its processes are gone"
         situation = Situation(Stage.RESTARTING, Reason.RESTARTING, text)
         stop_in = _remaining_grace(observation, grace)
+    elif observation.outlived_by:
+        text = f"attempt {attempt.number} has completed; {observation.outlived_by}"
+        situation = Situation(Stage.RUNNING, Reason.COMPLETING, text, exists=True)
+        stop_in = min(grace, LOST_NODE_GRACE_SECONDS)
     elif (watched := watch(attempt, status, observation)) is not None:
         situation = watched
     else:

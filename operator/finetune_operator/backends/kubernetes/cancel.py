@@ -3,23 +3,30 @@
 The batch Job gets a deadline in the past: its controller ends all pods with their grace period and
 creates no more. The name remains taken, so the same attempt is not started again. The deadline of a
 suspended Job does not run, so it gets the condition FailureTarget instead. Its controller treats
-that as its own decision to fail the Job, even if a queue or a user resumes it.
+that as its own decision to fail the Job, even if a queue or a user resumes it. A batch Job whose
+trainers have all completed gets the condition SuccessCriteriaMet, and becomes Complete.
 """
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 
-from finetune_operator.backends.kubernetes.child_names import CANCELLED_ANNOTATION, AttemptName
+from finetune_operator.backends.kubernetes.child_names import (
+    CANCELLED_ANNOTATION,
+    COMPLETED_ANNOTATION,
+    AttemptName,
+)
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.finality import (
     GIVEN_UP,
     PASSED_DEADLINE_SECONDS,
+    completion_of,
     is_ending,
 )
 from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.pod_facts import PodFacts
 from finetune_operator.kube.api_errors import ConflictError, InvalidError, NotFoundError
 from finetune_operator.kube.resources import JOBS, PODS, Object
+from finetune_trainer.config import Termination
 
 MIN_GRACE_SECONDS = 1.0
 """With 0 the API server would delete the pod object while its processes may still write."""
@@ -39,16 +46,23 @@ class Canceller:
         self._ends: dict[str, dict[str, datetime]] = {}  # by attempt uid, then by pod uid
 
     async def cancel(
-        self, children: Children, name: AttemptName, uid: str, until: datetime
+        self,
+        children: Children,
+        name: AttemptName,
+        uid: str,
+        until: datetime,
+        completed: Termination | None = None,
     ) -> None:
         """Stop the attempt at this time; a later call can only set an earlier time.
+
+        `completed` is the termination of an attempt whose trainers have all completed.
 
         Raises:
             ApiError: The API server refuses or does not respond.
         """
         batch_job = await children.batch_job(name)
         if batch_job is not None and batch_job["metadata"]["uid"] == uid:
-            await end(children, batch_job)
+            await end(children, batch_job, completed)
         pods = [pod for pod in await children.pods(name, uid) if judge(pod).holds_node]
         await self._hurry(children, pods, until, self._ends.setdefault(uid, {}))
 
@@ -78,21 +92,27 @@ class Canceller:
             ends[pod.uid] = until
 
 
-async def end(children: Children, batch_job: Object) -> None:
+async def end(children: Children, batch_job: Object, completed: Termination | None = None) -> None:
     """End a batch Job; repeat if another client undid that before it took effect.
 
     Raises:
         ApiError: The API server refuses or does not respond.
     """
-    if is_ending(batch_job):
+    is_recorded = completed is None or completion_of(batch_job) is not None
+    if is_ending(batch_job) and is_recorded:
         return
     metadata = batch_job["metadata"]
     name = AttemptName.parse(f"{metadata['namespace']}/{metadata['name']}")
+    uid, record = metadata["uid"], {}
+    if completed is not None:
+        record = {COMPLETED_ANNOTATION: completed.to_json()}
     try:
-        if batch_job["spec"].get("suspend"):
-            await _give_up(children, name, metadata["uid"])
+        if is_ending(batch_job):
+            await _annotate(children, name, uid, record)
+        elif batch_job["spec"].get("suspend") or completed is not None:
+            await _end_by_condition(children, name, uid, record)
         else:
-            await _set_passed_deadline(children, name, metadata["uid"])
+            await _set_passed_deadline(children, name, uid, record)
     except (ConflictError, InvalidError, NotFoundError):
         # Deleted, perhaps recreated by another client: the new object is not the attempt.
         there = await children.ask(name)
@@ -100,39 +120,72 @@ async def end(children: Children, batch_job: Object) -> None:
             raise
 
 
-async def _give_up(children: Children, name: AttemptName, uid: str) -> None:
-    """Make a suspended batch Job fail, unless it has changed: a client may resume it."""
+async def _end_by_condition(
+    children: Children, name: AttemptName, uid: str, record: Object
+) -> None:
+    """End a completed or suspended batch Job, unless it has changed: a client may resume it."""
     there = await children.ask(name)
     if there is None or there["metadata"]["uid"] != uid or is_ending(there):
         return
-    if not there["spec"].get("suspend"):
-        await _set_passed_deadline(children, name, uid)
-        return
+    try:
+        if record:
+            await _set_condition(children, name, there, _SUCCESS, record)
+            return
+    except InvalidError:
+        pass  # Kubernetes before 1.31 accepts this condition only with a success policy
+    if there["spec"].get("suspend"):
+        await _set_condition(children, name, there, _FAILURE, record)
+    else:
+        await _set_passed_deadline(children, name, uid, record)
+
+
+_SUCCESS = {
+    "type": "SuccessCriteriaMet",
+    "status": "True",
+    "reason": "TrainersCompleted",
+    "message": "all trainers have completed; the finetune-operator ends the other containers",
+}
+_FAILURE = {
+    "type": "FailureTarget",
+    "status": "True",
+    "reason": GIVEN_UP,
+    "message": "the finetune-operator has ended this attempt; it never runs again",
+}
+
+
+async def _set_condition(
+    children: Children, name: AttemptName, there: Object, wanted: Object, record: Object
+) -> None:
     metadata, status = there["metadata"], there.get("status", {})
-    failing = {
-        "type": "FailureTarget",
-        "status": "True",
-        "reason": GIVEN_UP,
-        "message": "the finetune-operator has ended this attempt; it never runs again",
-    }
-    kept = [one for one in status.get("conditions") or () if one["type"] != "FailureTarget"]
+    kept = [one for one in status.get("conditions") or () if one["type"] != wanted["type"]]
     change: Object = {
-        "metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]},
+        "metadata": {
+            "uid": metadata["uid"],
+            "resourceVersion": metadata["resourceVersion"],
+            "annotations": record,
+        },
         "status": {
-            # The API server refuses a failure of a Job that was never started.
+            # The API server refuses the end of a Job that was never started.
             "startTime": status.get("startTime", metadata["creationTimestamp"]),
-            "conditions": [*kept, failing],
+            "conditions": [*kept, wanted],
         },
     }
     client, place = children.cluster.client, (name.batch_job, name.namespace)
     children.note_response(await client.patch(JOBS, *place, change, subresource="status"))
 
 
-async def _set_passed_deadline(children: Children, name: AttemptName, uid: str) -> None:
-    change: Object = {
-        "metadata": {"uid": uid, "annotations": {CANCELLED_ANNOTATION: "true"}},
-        "spec": {"activeDeadlineSeconds": PASSED_DEADLINE_SECONDS},
-    }
+async def _set_passed_deadline(
+    children: Children, name: AttemptName, uid: str, record: Object
+) -> None:
+    annotations = {CANCELLED_ANNOTATION: "true", **record}
+    deadline: Object = {"activeDeadlineSeconds": PASSED_DEADLINE_SECONDS}
+    await _annotate(children, name, uid, annotations, spec=deadline)
+
+
+async def _annotate(
+    children: Children, name: AttemptName, uid: str, annotations: Object, **more: Object
+) -> None:
+    change: Object = {"metadata": {"uid": uid, "annotations": annotations}, **more}
     client = children.cluster.client
     children.note_response(await client.patch(JOBS, name.batch_job, name.namespace, change))
 

@@ -29,8 +29,11 @@ FACTS_ANNOTATION = "finetune.dev/attempt-facts"
 CANCELLED_ANNOTATION = "finetune.dev/cancelled"
 """On a batch Job that the operator stopped."""
 
+COMPLETED_ANNOTATION = "finetune.dev/completed"
+"""Rank 0's termination message as JSON, on a batch Job that the operator ended after a success."""
+
 LOG_TAIL_ANNOTATION = "finetune.dev/last-lines"
-"""On a batch Job that failed: the end of the log of the pod that failed first."""
+"""On a batch Job: the end of the log of the pod that failed first, or of a success's rank 0."""
 
 OWNED_PREFIXES = (
     "finetune.dev/", "app.kubernetes.io/", "azure.workload.identity/", "batch.kubernetes.io/",

@@ -10,9 +10,15 @@ and starts again when it is resumed, so that pods would train for a second.
 from collections.abc import Sequence
 from typing import Any
 
-from finetune_operator.backends.kubernetes.child_names import CANCELLED_ANNOTATION
+from pydantic import ValidationError
+
+from finetune_operator.backends.kubernetes.child_names import (
+    CANCELLED_ANNOTATION,
+    COMPLETED_ANNOTATION,
+)
 from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.resources import Object
+from finetune_trainer.config import Termination
 
 GIVEN_UP = "GivenUp"
 """Reason of the condition FailureTarget that the operator sets."""
@@ -70,6 +76,18 @@ def was_cancelled(batch_job: Object) -> bool:
     """Return whether the operator ended the Job."""
     annotations = batch_job["metadata"].get("annotations") or {}
     return CANCELLED_ANNOTATION in annotations or was_given_up(batch_job)
+
+
+def completion_of(batch_job: Object) -> Termination | None:
+    """Return the termination of a success that the operator has recorded; None without a record.
+
+    The record counts more than the batch Job's conditions: before Kubernetes 1.31 such a Job fails.
+    """
+    text = (batch_job["metadata"].get("annotations") or {}).get(COMPLETED_ANNOTATION, "")
+    try:
+        return Termination.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
 def creates_no_more_pods(batch_job: Object, pods: Sequence[Verdict], wanted: int) -> bool:

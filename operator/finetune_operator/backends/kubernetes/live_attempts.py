@@ -30,9 +30,10 @@ from finetune_operator.backends.kubernetes.child_names import (
 )
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
-from finetune_operator.backends.kubernetes.judge import judge
+from finetune_operator.backends.kubernetes.finality import is_ending
 from finetune_operator.backends.kubernetes.kueue import Kueue
 from finetune_operator.backends.kubernetes.log_tail import LogTails
+from finetune_operator.backends.kubernetes.outlived import OutlivedTrainers
 from finetune_operator.backends.kubernetes.partial_gangs import PartialGangs
 from finetune_operator.backends.kubernetes.pod_logs import read_log
 from finetune_operator.backends.kubernetes.predecessors import end_earlier, make_way
@@ -67,6 +68,7 @@ class LiveAttempts:
         self._now = now
         self._kueue = Kueue()
         self._partial = PartialGangs(now)
+        self._outlived = OutlivedTrainers(now)
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
@@ -120,7 +122,10 @@ class LiveAttempts:
         there = await self._children.pods(name, handle.uid)
         pods = self._ended.including_gone(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
-        if batch_job is not None and seen.phase is AttemptPhase.FAILED:
+        if batch_job is not None:
+            is_over = is_ending(batch_job)
+            seen = self._outlived.withhold(handle.uid, seen, pods, is_ending=is_over)
+        if batch_job is not None and (seen.phase is AttemptPhase.FAILED or seen.outlived_by):
             await self._log_tails.keep(self._children, name, batch_job, pods)
         if batch_job is not None:
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
@@ -151,7 +156,10 @@ class LiveAttempts:
     async def cancel(self, handle: Handle, until: datetime) -> None:
         """Stop the attempt."""
         name = AttemptName.parse(handle.name)
-        await self._canceller.cancel(self._children, name, handle.uid, until)
+        seen = await self._seen(name, handle)
+        is_done = seen is not None and seen.phase is AttemptPhase.SUCCEEDED
+        completed = seen.termination if seen is not None and is_done else None
+        await self._canceller.cancel(self._children, name, handle.uid, until, completed)
 
     async def logs(self, handle: Handle, rank: int, follow: bool) -> AsyncIterator[str]:
         """Yield the lines of the rank's pod."""
@@ -169,15 +177,22 @@ class LiveAttempts:
         batch_job = await self._owned(name, handle)
         if batch_job is None:
             return ()
-        pods = [judge(pod) for pod in await self._children.pods(name, handle.uid)]
-        seen = observe.observation_of(batch_job, pods)
-        if seen.phase is not AttemptPhase.SUCCEEDED:
+        seen = await self._seen(name, handle)
+        if seen is None or seen.phase is not AttemptPhase.SUCCEEDED:
             return ()
         named = seen.termination.artifacts if seen.termination else ()
         facts = facts_of(batch_job)
         folder = facts.output_folder
         uris = (volumes.output_uri(path, facts.output, folder) for path in named)
         return tuple(dict.fromkeys(uris)) or (facts.output,)
+
+    async def _seen(self, name: AttemptName, handle: Handle) -> Observation | None:
+        """Return the observation by the batch Job and its pods; None without the batch Job."""
+        batch_job = await self._owned(name, handle)
+        if batch_job is None:
+            return None
+        there = await self._children.pods(name, handle.uid)
+        return observe.observation_of(batch_job, self._ended.including_gone(handle.uid, there))
 
     async def _owned(self, name: AttemptName, handle: Handle) -> Object | None:
         """Return the batch Job, if it has the uid in the handle."""
@@ -259,4 +274,5 @@ class LiveAttempts:
         self._canceller.forget(uid)
         self._log_tails.forget(uid)
         self._ended.forget(uid)
+        self._outlived.forget(uid)
         self._partial.forget(uid)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from finetune_operator.backends.base import AttemptPhase, Observation
 from finetune_operator.backends.kubernetes.child_names import AttemptName, facts_if_readable
 from finetune_operator.backends.kubernetes.finality import (
+    completion_of,
     condition,
     creates_no_more_pods,
     has,
@@ -51,11 +52,13 @@ def observation_of(batch_job: Object, pods: Sequence[Verdict]) -> Observation:
     size = batch_job["spec"].get("completions") or 0
     wanted = facts.nodes if facts else size or 1
     is_ending = _is_ending(batch_job)
+    is_held = any(one.holds_node for one in pods)
+    all_gone = not is_held and creates_no_more_pods(batch_job, pods, wanted)
+    if (completed := completion_of(batch_job)) is not None:
+        return Observation(AttemptPhase.SUCCEEDED, all_gone=all_gone, termination=completed)
     # The controller replaces a pod that is gone without an end of its trainer, unless it fails.
     ends = [one for one in pods if one.end and (is_ending or not one.may_be_replaced)]
     num_running = sum(one.runs for one in pods)
-    is_held = any(one.holds_node for one in pods)
-    all_gone = not is_held and creates_no_more_pods(batch_job, pods, wanted)
     # A batch Job that another client has scaled down becomes Complete without finishing its work.
     # And all pods may have ended seconds before the Job reports it.
     is_complete = has(batch_job, "Complete") and size == wanted
