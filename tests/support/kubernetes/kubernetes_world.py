@@ -35,6 +35,7 @@ CHILDREN = (NETWORK_POLICIES, SERVICES, ENDPOINT_SLICES, JOBS, PODS)
 ADDRESS = "127.0.0.1"
 """Of every pod; rank 0's progress is served there."""
 
+_FINAL = ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")
 _TRACKING = "batch.kubernetes.io/job-tracking"
 
 
@@ -86,7 +87,7 @@ class KubernetesWorld(World):
         self.most_alive = max(self.most_alive, alive)
 
     def _may_run(self, batch_job: Object) -> bool:
-        over = any(condition(batch_job, kind) for kind in ("Complete", "Failed", "FailureTarget"))
+        over = any(condition(batch_job, kind) for kind in _FINAL)
         spec = batch_job["spec"]
         # The deadline of a suspended Job does not run; it begins anew once somebody resumes it.
         if not over and (spec.get("activeDeadlineSeconds") != 1 or spec.get("suspend")):
@@ -145,7 +146,7 @@ class KubernetesWorld(World):
     async def make_pods(self, number: int, *, num_placed: int = NODES) -> None:
         """Make the pods of an attempt, if it may; so many have a node, and none runs yet."""
         batch_job = await self._batch_job(number)
-        if any(condition(batch_job, kind) for kind in ("Complete", "Failed", "FailureTarget")):
+        if any(condition(batch_job, kind) for kind in _FINAL):
             return
         owner = {"kind": "Job", "controller": True, "uid": batch_job["metadata"]["uid"]}
         template = batch_job["spec"]["template"]
@@ -211,6 +212,26 @@ class KubernetesWorld(World):
             state = {"terminated": {"exitCode": code, "message": words}}
             phase = "Failed" if code else "Succeeded"
             await self._tell(PODS, f"tiny-{number}-{index}", state, phase=phase)
+
+    async def end_trainers(self, number: int, *indexes: int, code: int, words: str = "") -> None:
+        """End trainers in pods in which another container still runs."""
+        ended = {"terminated": {"exitCode": code, "message": words}}
+        containers = [
+            {"name": CONTAINER, "state": ended},
+            {"name": "proxy", "state": {"running": {}}},
+        ]
+        for index in indexes:
+            await self._tell(PODS, f"tiny-{number}-{index}", containerStatuses=containers)
+
+    async def control(self, number: int) -> None:
+        """Conclude the batch Job if it is to end; its other containers get no grace period."""
+        batch_job = await self._batch_job(number)
+        if any(condition(batch_job, kind) for kind in ("Complete", "Failed")):
+            return
+        if condition(batch_job, "SuccessCriteriaMet"):
+            await self.conclude(number, "Complete")
+        elif batch_job["spec"].get("activeDeadlineSeconds") == 1:
+            await self.conclude(number, "Failed")
 
     async def _batch_job(self, number: int) -> Object:
         return await self.api.get(JOBS, f"tiny-{number}", "ns")
