@@ -123,11 +123,9 @@ class LiveAttempts:
         pods = self._ended.including_gone(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
         if batch_job is not None:
-            is_over = is_ending(batch_job)
-            seen = self._outlived.withhold(handle.uid, seen, pods, is_ending=is_over)
-        if batch_job is not None and (seen.phase is AttemptPhase.FAILED or seen.outlived_by):
-            await self._log_tails.keep(self._children, name, batch_job, pods)
-        if batch_job is not None:
+            seen = self._outlived.withhold(handle.uid, seen, pods, is_ending=is_ending(batch_job))
+            if seen.phase is AttemptPhase.FAILED or seen.outlived_by:
+                await self._log_tails.keep(self._children, name, batch_job, pods)
             await end_earlier(self._children, name, owner_of(batch_job).get("uid", ""))
         if seen.phase is not AttemptPhase.PENDING:
             self._partial.forget(handle.uid)

@@ -42,8 +42,8 @@ def gone(name: AttemptName, pods: Sequence[Verdict]) -> Observation:
     if cause is None or cause.is_done or cause.termination is None:
         return seen
     text = f"{text}; {cause.message}"
-    told = cause.termination.model_copy(update={"message": text})
-    return replace(seen, termination=told, message=text, node=cause.pod.node)
+    stopped = cause.termination.model_copy(update={"message": text})
+    return replace(seen, termination=stopped, message=text, node=cause.pod.node)
 
 
 def observation_of(batch_job: Object, pods: Sequence[Verdict]) -> Observation:

@@ -172,7 +172,7 @@ def _container(obj: Object, is_sidecar: bool, role: Role) -> ContainerFacts:
 
 
 def trim_pod(obj: Object) -> Object:
-    """Return what the cache retains of a pod: its names, the label of its job, and its facts."""
+    """Return the cached form of a pod: its names, the label of its job, and its facts."""
     metadata, facts = obj["metadata"], read_pod(obj)
     names: Object = {"name": facts.name, "namespace": facts.namespace, "uid": facts.uid}
     if version := metadata.get("resourceVersion"):

@@ -38,7 +38,7 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:
-    """End the job's other attempts; return one that may still create a pod, if there is one."""
+    """End the job's other attempts; return an attempt that may still create a pod, or None."""
     others = await children.other_batch_jobs(name, job_uid)
     living = [one for one in others if not has_decided(one)]
     for one in living:

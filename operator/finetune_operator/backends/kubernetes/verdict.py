@@ -120,12 +120,12 @@ class Verdict:
         """The termination for the attempt; None before the trainer has ended."""
         if self.end is None:
             return None
-        made = Termination(
+        judged = Termination(
             failure_class=self.end.failure_class,
             exit_code=self.end.exit_code,
             message=self.message,
         )
         if self.end.report is None:
-            return made
+            return judged
         known = {"failure_class", "exit_code", "message"}
-        return self.end.report.model_copy(update=made.model_dump(include=known))
+        return self.end.report.model_copy(update=judged.model_dump(include=known))
