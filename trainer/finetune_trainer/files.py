@@ -36,6 +36,11 @@ def move_file(source: Path, target: Path) -> None:
         source.unlink()
 
 
+def leaves(folder: Path, name: str) -> bool:
+    """Whether the relative path of a file leads out of `folder` through a symbolic link."""
+    return not (folder / name).parent.resolve().is_relative_to(folder.resolve())
+
+
 def copy_permissions(path: Path, other: Path) -> None:
     """Give a file the permissions of `other`, a file that was created with the umask.
 

@@ -9,6 +9,7 @@ from finetune_trainer.checkpoint.commit import (
     FileDigest,
     Manifest,
     begin_lineage,
+    delete,
     digest_file,
     ledger,
     newest_verified,
@@ -158,3 +159,37 @@ def test_retention_keeps_the_newest_and_the_best(
     retire(tmp_path, keep, None, lambda: None)
     assert [ref.step for ref in ledger(tmp_path)] == left
     assert len(list(tmp_path.iterdir())) == len(left)
+
+
+@pytest.mark.parametrize("name", ["../outside", "{root}/outside", "a/../../outside", "."])
+def test_a_manifest_names_files_below_its_folder_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("another job's")
+    folder = committed(tmp_path, 3)
+    name = name.format(root=tmp_path)
+    manifest = Manifest.model_construct(
+        **{
+            **dict(read_manifest(folder)),
+            "files": {name: digest_file(tmp_path / "outside")},
+        }
+    )
+    (folder / MANIFEST).write_text(manifest.sealed().to_json())
+    for use in (verify, delete):
+        with pytest.raises(CheckpointError, match="not a valid manifest"):
+            use(folder)
+    assert (tmp_path / "outside").read_text() == "another job's"
+
+
+def test_a_link_leads_a_manifest_to_no_other_folder(tmp_path: Path) -> None:
+    outside = tmp_path / "other"
+    outside.mkdir()
+    (outside / "data").write_text("another job's")
+    folder = committed(tmp_path, 3)
+    (folder / "link").symlink_to(outside)
+    files = {"link/data": digest_file(outside / "data")}
+    manifest = read_manifest(folder).model_copy(update={"files": files})
+    (folder / MANIFEST).write_text(manifest.sealed().to_json())
+    with pytest.raises(CheckpointError, match=r"link/data is in another folder, through a symbol"):
+        verify(folder)
+    delete(folder)
+    assert not folder.exists()
+    assert (outside / "data").read_text() == "another job's"

@@ -1,5 +1,6 @@
 """Of an older export nothing stays; what somebody else put there does."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,21 @@ def test_leftovers_of_a_killed_export_go_and_those_of_a_higher_claim_stay(tmp_pa
     assert names == [f".export-{claim.tag}", f".export-{later.tag}", CLAIMS]
     publish_files(output, weights="new")
     assert (output / f".export-{later.tag}" / "half").exists()
+
+
+@pytest.mark.parametrize("name", ["../notes", "{root}/notes", "link/notes"])
+def test_no_file_outside_the_output_is_deleted(tmp_path: Path, name: str) -> None:
+    """A record is a file that others may have written."""
+    output = tmp_path / "output"
+    publish_files(output, weights="old")
+    (tmp_path / "notes").write_text("mine")
+    (output / "link").symlink_to(tmp_path)
+    record = json.loads((output / RECORD).read_text())
+    record["files"] = [name.format(root=tmp_path), "weights"]
+    (output / RECORD).write_text(json.dumps(record))
+    if name.startswith("link"):
+        publish_files(output, weights="new")
+    else:
+        with pytest.raises(OutputNotWritableError, match="no earlier export wrote"):
+            publish_files(output, weights="new")
+    assert (tmp_path / "notes").read_text() == "mine"

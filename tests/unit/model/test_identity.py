@@ -206,3 +206,11 @@ def test_weights_that_changed_in_the_folder_are_found_by_a_resume(tmp_path: Path
     shutil.copy(other / "model.safetensors", tmp_path / "model" / "model.safetensors")
     with pytest.raises(ConfigError, match=r"another content of the base weights"):
         train(2)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors"])
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"^spec\.model\.source: .*index\.json names .*secret"):
+        weights_fingerprint(ModelConfig(path=str(tmp_path)))

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from finetune_trainer.claims.names import TAG, Claim, Listing, Mark
-from finetune_trainer.config import CheckpointRef, ContractModel, JobRef
+from finetune_trainer.config import CheckpointRef, ContractModel, JobRef, PathBelow
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import remove_tree, sync
+from finetune_trainer.files import leaves, remove_tree, sync
 
 MANIFEST = "manifest.json"
 HELD_OUT_FILE = "held-out-rows.txt"
@@ -92,7 +92,7 @@ class Manifest(ContractModel):
     time: float = Field(description="Time of the save, seconds since the epoch.")
     fingerprint: Fingerprint
     eval_loss: float | None = None
-    files: dict[str, FileDigest] = Field(description="By path relative to the folder.")
+    files: dict[PathBelow, FileDigest] = Field(description="By path relative to the folder.")
     digest: str = Field("", description="Hash of this record itself, without this field.")
 
     def has_other_held_out(self, held_out: str | None) -> bool:
@@ -232,6 +232,8 @@ def verify(folder: Path, confirm: Confirm = _confirm_none) -> Manifest:
         CheckpointError: a file differs; the message names the first one and the difference.
     """
     manifest = read_manifest(folder)
+    if outside := next((name for name in manifest.files if leaves(folder, name)), None):
+        raise CheckpointError(f"{folder / outside} is in another folder, through a symbolic link")
     confirmed = confirm(folder, manifest)
     for name, expected in manifest.files.items():
         if name in confirmed:
@@ -353,7 +355,8 @@ def delete(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     sync(folder)
     for name in names:
-        (folder / name).unlink(missing_ok=True)
+        if not leaves(folder, name):
+            (folder / name).unlink(missing_ok=True)
     remove_tree(folder)
 
 

@@ -10,6 +10,8 @@ refused.
 from finetune_trainer.config.chat import ChatConfig as ChatConfig
 from finetune_trainer.config.contract_model import ContractModel as ContractModel
 from finetune_trainer.config.contract_model import JobRef as JobRef
+from finetune_trainer.config.contract_model import PathBelow as PathBelow
+from finetune_trainer.config.contract_model import is_below as is_below
 from finetune_trainer.config.inputs import COMPRESSIONS as COMPRESSIONS
 from finetune_trainer.config.inputs import DATA_SUFFIXES as DATA_SUFFIXES
 from finetune_trainer.config.inputs import ColumnMap as ColumnMap

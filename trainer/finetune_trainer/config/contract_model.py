@@ -3,8 +3,23 @@
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+
+def is_below(name: str) -> bool:
+    """Whether a path in a record names a file below the folder of the record."""
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def _below(name: str) -> str:
+    if not is_below(name):
+        raise ValueError(f"{name!r} is not the relative path of a file below the folder")
+    return name
+
+
+PathBelow = Annotated[str, AfterValidator(_below)]
+"""Relative path of a file below the folder of the record that has the path."""
 
 
 class ContractModel(BaseModel):

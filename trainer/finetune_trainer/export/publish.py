@@ -17,11 +17,12 @@ from pydantic import Field, ValidationError
 
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.claims.names import TAG, Claim
-from finetune_trainer.config import ContractModel, JobRef
+from finetune_trainer.config import ContractModel, JobRef, PathBelow
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.failpoints import failpoint
 from finetune_trainer.files import (
     copy_permissions,
+    leaves,
     move_file,
     recreate,
     remove_tree,
@@ -38,7 +39,7 @@ class ExportRecord(ContractModel):
 
     job: JobRef
     step: int
-    files: tuple[str, ...]
+    files: tuple[PathBelow, ...]
     is_whole: bool = Field(
         True, description="False while files are moved in, and if a part is missing."
     )
@@ -142,6 +143,8 @@ def publish(
         target.parent.mkdir(parents=True, exist_ok=True)
         move_file(staged / name, target)
     for name in stale:
+        if leaves(output, name):
+            continue
         fence.check()
         (output / name).unlink(missing_ok=True)
     fence.check()
