@@ -92,9 +92,9 @@ def test_rows_come_from_the_named_repository_and_from_no_file_of_this_machine(
         "spec.dataset.source json is not on the hub; name a data set as hf://ORG/NAME, or local "
         "files as file://"
     )
-    for name, (answer, _) in zip(cards, hostile, strict=True):
-        assert isinstance(answer, str), (name, answer)
-        assert answer.startswith(f"spec.dataset.source {name} split 'train' cannot be loaded: ")
+    for name, (error, _) in zip(cards, hostile, strict=True):
+        assert isinstance(error, str), (name, error)
+        assert error.startswith(f"spec.dataset.source {name} split 'train' cannot be loaded: ")
 
 
 @pytest.mark.full
