@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,13 @@ kind: install  ## Run the tests of `make e2e` on kind, from the images of `make 
 
 kind-tool:  ## Build the kind that `make kind` is made for into build/bin (needs Go)
 	GOBIN="$$PWD/build/bin" go install sigs.k8s.io/kind@v0.33.0
+
+# Faults of a control plane need FINETUNE_TEST_KUBECONFIG, those of nodes the variables of `make e2e`.
+chaos: install quickstart-assets  ## Cause each fault three times, and write docs/reliability.md (8 min)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/chaos/chaos_run.py --write
+
+chaos-ci: install  ## Cause the starred faults once (3 min)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/chaos/chaos_run.py --starred --rounds 1
 
 grids: install  ## Compile six model families in each way, and trace the memory of twelve runs (8 min)
 	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py

@@ -43,6 +43,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10, 300
 
 KEPT = 10
 MESSAGE_LENGTH = 1024
+_AGAIN = "then create the job again"
 
 
 def current(status: FineTuneJobStatus) -> AttemptStatus | None:
@@ -215,10 +216,12 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
         limit = policy.max_disruptions
         if limit is not None and restarts.disruptions >= limit:
             message = f"restarted {limit} times after a preemption, as maxDisruptions allows"
+            message = f"{message}; raise the limit or use other capacity, {_AGAIN}"
             return Budget(restarts, Reason.DISRUPTION_LIMIT_EXCEEDED, message)
         return Budget(restarts.model_copy(update={"disruptions": restarts.disruptions + 1}))
     if restarts.counted >= policy.max_restarts:
         message = f"restarted {policy.max_restarts} times, as restartPolicy.maxRestarts allows"
+        message = f"{message}; fix the cause or raise the limit, {_AGAIN}"
         return Budget(restarts, Reason.RESTART_LIMIT_EXCEEDED, message)
     return Budget(restarts.model_copy(update={"counted": restarts.counted + 1}))
 

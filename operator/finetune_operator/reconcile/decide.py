@@ -295,7 +295,8 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         return _fail(view, status, termination.failure_class, termination.message)
     budget = attempts.spend(status.restarts, action, policy)
     if budget.exceeded is not None:
-        return _fail(view, status, budget.exceeded, f"{budget.message}; {termination.message}")
+        text = f"{budget.message}; cause: {termination.message}"
+        return _fail(view, status, budget.exceeded, text)
     return _between_attempts(view, status.model_copy(update={"restarts": budget.restarts}))
 
 

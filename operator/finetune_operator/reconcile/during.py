@@ -54,9 +54,11 @@ class Deadline:
 
     @property
     def message(self) -> str:
-        """Message of the failure, with the remedy for an obstacle."""
-        remedy = "remove this obstacle or raise the limit, then create the job again"
-        return f"{self.limit}: {self.obstacle}; {remedy}" if self.obstacle else self.limit
+        """Message of the failure, with the remedy."""
+        remedy = "raise the limit, then create the job again"
+        if not self.obstacle:
+            return f"{self.limit}; {remedy}"
+        return f"{self.limit}: {self.obstacle}; remove this obstacle or {remedy}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,287 @@
+"""A cluster in virtual time that acts by itself: controllers, scheduler, nodes and trainers.
+
+Once a second each part does its next step, unless a fault prevents it. Faults are attributes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+from finetune_operator.backends.kubernetes.child_names import INDEX_LABEL
+from finetune_operator.backends.kubernetes.finality import has, is_final
+from finetune_operator.backends.kubernetes.pod_termination import is_alive
+from finetune_operator.errors import FineTuneError
+from finetune_operator.kube.resources import JOBS, PODS, Object
+from finetune_trainer.config import (
+    CheckpointRef,
+    ExitCode,
+    FailureClass,
+    Phase,
+    Progress,
+    Termination,
+    TimeSpent,
+)
+from support.cluster.played_pods import ProgressServer
+from support.kernel.kernel_world import KEY, Crash
+from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld
+
+EVERY = 10
+"""Steps between two checkpoints; a step takes a second."""
+
+START_SECONDS = 2
+LEAVE_SECONDS = 2
+LOAD_SECONDS = 5
+WAITS = "1 of 2 ranks have not arrived (1)"
+TOTAL_STEPS = 100_000
+ROOM = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu"
+
+
+class PlayedCluster(KubernetesWorld):
+    """A job of two nodes in a cluster whose parts act by themselves.
+
+    Attributes:
+        has_job_controller: The Job controller creates and deletes pods.
+        has_scheduler: The scheduler tries to place pods.
+        room: Nodes with room for a pod.
+        ready_before_start: Returns whether a pod's trainer may start; may report an obstacle.
+        late: Attempts in which rank 1 does not come to the rendezvous.
+        step: Last optimizer step of the running attempt.
+        saved: Step of the newest checkpoint; 0 before the first.
+        is_operator: The operator sends requests now, not a part of the cluster.
+        troubles: Messages of the conditions Failed and Stalled while they were True.
+    """
+
+    def __init__(self, page: ProgressServer, closing: AsyncExitStack) -> None:
+        super().__init__(page.port)
+        self.page, self._closing = page, closing
+        self.has_job_controller = self.has_scheduler = True
+        self.late: set[int] = set()
+        self.room = NODES
+        self.ready_before_start: Callable[[Object], Any] = lambda pod: True
+        self.is_operator = False
+        self.step = self.saved = 0
+        self.troubles: list[tuple[str, str]] = []
+        self._trains = self._resumed = 0
+        self._ran_since = self.now
+        self._placed: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._seconds = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls) -> AsyncIterator["PlayedCluster"]:
+        """Yield a cluster; virtual time runs already."""
+        async with AsyncExitStack() as closing:
+            page = ProgressServer()
+            await closing.enter_async_context(page.serving(ADDRESS))
+            yield cls(page, closing)
+
+    async def close_page(self) -> None:
+        """Let no connection to rank 0's page succeed."""
+        await self._closing.aclose()
+
+    async def open_page(self) -> None:
+        """Let the page respond again."""
+        await self._closing.enter_async_context(self.page.serving(ADDRESS, self.page.port))
+
+    @property
+    def status(self) -> Object:
+        found: Object = self.job["status"]
+        return found
+
+    @property
+    def number(self) -> int:
+        """Return the number of the newest attempt."""
+        return int(self.status.get("attempt") or 0)
+
+    async def live(self, seconds: float, step: int = 1) -> None:
+        """Let time pass."""
+        for _ in range(0, int(seconds), step):
+            await self._tick(step)
+
+    async def until(self, is_so: Callable[[], bool], limit: float, step: int = 1) -> float:
+        """Let time pass until something is so; return the seconds.
+
+        Raises:
+            AssertionError: It was not so within the limit.
+        """
+        begun = self.now
+        while not is_so():
+            passed = (self.now - begun).total_seconds()
+            assert passed < limit, f"not within {limit:g} s: {self.status}"
+            await self._tick(step)
+        return (self.now - begun).total_seconds()
+
+    async def _tick(self, step: int) -> None:
+        self.now += timedelta(seconds=step)
+        self._seconds += step
+        await asyncio.sleep(step)
+        await self._control()
+        await self._schedule()
+        await self._run_nodes()
+        await self._train(step)
+        await self.reconcile()
+        for one in self.status.get("conditions", ()):
+            if one["type"] in ("Failed", "Stalled") and one["status"] == "True":
+                trouble = (one["reason"], one["message"])
+                self.troubles += [trouble] if trouble not in self.troubles else []
+
+    async def reconcile(self) -> None:
+        """Reconcile as the operator does after a change; a crash starts the next process."""
+        for _ in range(4):
+            await self.catch_up()
+            self.is_operator = True
+            try:
+                look = await self.reconciler.reconcile(KEY)
+            except FineTuneError as error:
+                if not error.retryable:
+                    raise
+                return
+            except Crash:
+                self.crashes += 1
+                self.start_process()
+                continue
+            finally:
+                self.is_operator = False
+            if look.requeue_seconds != 0:
+                break
+        await self.catch_up()
+
+    async def _control(self) -> None:
+        for batch_job in self.api.objects(JOBS):
+            pods, spec = self._pods(batch_job), batch_job["spec"]
+            number = int(batch_job["metadata"]["name"].rpartition("-")[2])
+            if is_final(batch_job) or not self.has_job_controller:
+                continue
+            stops = has(batch_job, "FailureTarget") or (
+                spec.get("activeDeadlineSeconds") == 1 and not spec.get("suspend")
+            )
+            failed = any(one["status"]["phase"] == "Failed" for one in pods)
+            if stops or failed or spec.get("suspend"):
+                for pod in pods:
+                    if is_alive(pod) and "deletionTimestamp" not in pod["metadata"]:
+                        await self.api.delete(PODS, pod["metadata"]["name"], "ns", grace_seconds=30)
+                if not any(map(is_alive, self._pods(batch_job))):
+                    if stops or failed:
+                        await self.conclude(number, "Failed")
+                    else:
+                        await self.let_go(number)
+            elif pods and all(one["status"]["phase"] == "Succeeded" for one in pods):
+                await self.conclude(number, "Complete")
+            elif not pods:
+                await self.make_pods(number, num_placed=0)
+
+    async def _schedule(self) -> None:
+        if not self.has_scheduler:
+            return
+        pods = self.api.objects(PODS)
+        taken = sum("nodeName" in one["spec"] and is_alive(one) for one in pods)
+        for pod in pods:
+            if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
+                continue
+            name, index = pod["metadata"]["name"], pod["metadata"]["labels"][INDEX_LABEL]
+            fits = taken < self.room
+            placed: Object = {"type": "PodScheduled", "status": str(fits)}
+            if fits:
+                taken += 1
+                await self.api.patch(PODS, name, "ns", {"spec": {"nodeName": f"node-{index}"}})
+                self._placed[name] = self._seconds
+            else:
+                placed |= {"reason": "Unschedulable", "message": ROOM}
+            await self._tell(PODS, name, phase="Pending", conditions=[placed])
+
+    async def _run_nodes(self) -> None:
+        for pod in self.api.objects(PODS):
+            name, status = pod["metadata"]["name"], pod.get("status", {})
+            number, index = (int(one) for one in name.split("-")[1:])
+            if not is_alive(pod):
+                continue
+            if "deletionTimestamp" in pod["metadata"]:
+                await self._leave(pod, number, index)
+            elif "nodeName" in pod["spec"] and status.get("phase") == "Pending":
+                waited = self._seconds - self._placed.get(name, self._seconds)
+                if waited >= START_SECONDS and await _result(self.ready_before_start(pod)):
+                    await self.run_pods(number, index)
+
+    async def _leave(self, pod: Object, number: int, index: int) -> None:
+        """Let a pod save and end, or be gone if it never ran."""
+        name = pod["metadata"]["name"]
+        if pod["status"].get("phase") != "Running":
+            await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
+            return
+        self._told.setdefault(name, self._seconds)
+        if self._seconds - self._told[name] < LEAVE_SECONDS:
+            return
+        if self._trains == number and self._is_whole(number):
+            self.saved = self.step
+            words = f"stopped with a checkpoint of step {self.saved}"
+            await self.end(number, *range(NODES), code=ExitCode.PREEMPTED, words=words)
+        else:
+            words = "stopped without a checkpoint, because other ranks are gone"
+            await self.end(number, index, code=ExitCode.PREEMPTED, words=words)
+
+    async def end(
+        self,
+        number: int,
+        *indexes: int,
+        code: int,
+        words: str = "",
+        failure: FailureClass = FailureClass.PREEMPTED,
+    ) -> None:
+        """End pods with the trainer's message; without words they leave none."""
+        text = ""
+        if words:
+            progress = self._progress() if self._trains == number else None
+            message = Termination(
+                failure_class=failure, exit_code=code, message=words, progress=progress
+            )
+            text = message.to_json()
+        await self.end_pods(number, *indexes, code=code, words=text)
+
+    def _is_whole(self, number: int) -> bool:
+        phases = [
+            one["status"].get("phase")
+            for one in self.api.objects(PODS)
+            if one["metadata"]["name"].startswith(f"tiny-{number}-")
+        ]
+        return phases == ["Running"] * NODES
+
+    async def _train(self, step: int) -> None:
+        number = self.number
+        if not number or not self._is_whole(number):
+            return
+        if self._trains != number:
+            if self._told.keys() & {f"tiny-{number}-{index}" for index in range(NODES)}:
+                return
+            self._trains, self._ran_since = number, self.now
+            self.step = self._resumed = self.saved
+        age = (self.now - self._ran_since).total_seconds()
+        if number not in self.late and age > LOAD_SECONDS:
+            before, self.step = self.step, self.step + step
+            if before // EVERY != self.step // EVERY:
+                self.saved = self.step - self.step % EVERY
+        self.page.progress = self._progress()
+
+    def _progress(self) -> Progress:
+        is_loading = self.step == self._resumed
+        ref = CheckpointRef(
+            step=self.saved, path=f"/c/step-{self.saved}", time=0.0, world_size=NODES
+        )
+        age = (self.now - self._ran_since).total_seconds()
+        return Progress(
+            attempt=self._trains or 1,
+            phase=Phase.STARTING if is_loading else Phase.TRAINING,
+            step=self.step,
+            total_steps=TOTAL_STEPS,
+            resumed_step=self._resumed or None,
+            checkpoint=ref if self.saved else None,
+            time=self.now.timestamp(),
+            spent=TimeSpent(starting=age) if is_loading else None,
+            waits_for=WAITS if self._trains in self.late else None,
+        )
+
+
+async def _result(value: Any) -> Any:
+    return await value if asyncio.iscoroutine(value) else value

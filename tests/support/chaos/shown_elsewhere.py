@@ -1,0 +1,248 @@
+"""Faults that other tests cause and judge: real processes, a real control plane, real nodes."""
+
+from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_trainer.config import FailureClass
+from support.chaos.case import LAST_STEP, THE_START, Budget, Case, Place, Truth
+
+C = FailureClass
+LAST_COMMIT = "the last checkpoint"
+GANGS = "tests/unit/backends/kubernetes/test_partial_gangs.py"
+COMMITS = "tests/integration/checkpoint/test_09_crash_safe_commit.py"
+ON_API_SERVER = "tests/integration/backends/kubernetes"
+OUTAGES = "tests/integration/kernel"
+E2E = "tests/e2e"
+
+VIRTUAL = (
+    Case(
+        "pods always fail",
+        "each pod ends with 137 for an hour, from the start and after 500 good steps",
+        Truth(C.WORKER_LOST, words=("at most 20 attempts in an hour",), resumes=THE_START),
+        shown_by="tests/chaos/test_always_failing.py",
+        is_starred=True,
+    ),
+    Case(
+        "half a gang waits for 15 minutes",
+        "room for a single pod, without a queue",
+        Truth(reason="Unschedulable", words=("0/2 nodes are available",)),
+        shown_by=f"{GANGS}::test_half_a_gang_alone_waits_for_15_minutes_and_gives_way_to_no_job",
+        is_starred=True,
+    ),
+    Case(
+        "two gangs hold a part of their nodes each",
+        "room for two of four pods, without a queue",
+        Truth(
+            C.PREEMPTED,
+            words=("gave way to job older",),
+            resumes=THE_START,
+        ),
+        shown_by=(
+            f"{GANGS}::test_the_younger_of_two_gangs_gives_way_and_runs_when_the_older_has_ended"
+        ),
+        is_starred=True,
+    ),
+    Case(
+        "the operator is killed at each write of a job's life",
+        "the same life is repeated with a crash before or after each write",
+        Truth(words=("the status and all children are as without crashes",)),
+        shown_by="tests/unit/backends/kubernetes/test_crashes.py",
+    ),
+)
+
+PROCESSES = (
+    Case(
+        "ranks are killed, and the next attempt trains to the end",
+        "SIGKILL of real trainers",
+        Truth(
+            C.WORKER_LOST,
+            words=("the final loss is the same as without a kill",),
+            budget=Budget.COUNTED,
+            resumes=LAST_COMMIT,
+        ),
+        Place.PROCESSES,
+        shown_by=(
+            "tests/integration/checkpoint/test_kill_and_resume.py"
+            "::test_workers_that_are_killed_lose_no_step_beyond_the_last_commit"
+        ),
+    ),
+    Case(
+        "a rank is killed while it saves",
+        "SIGKILL at each named point of a checkpoint",
+        Truth(C.WORKER_LOST, budget=Budget.COUNTED, words=("killed",), resumes=LAST_COMMIT),
+        Place.PROCESSES,
+        shown_by=f"{COMMITS}::test_a_kill_while_saving_loses_no_step_beyond_the_last_commit",
+    ),
+    Case(
+        "the newest checkpoint is damaged",
+        "each of its files is cut, changed or removed",
+        Truth(words=("the checkpoint before is restored",), resumes="the checkpoint before"),
+        Place.PROCESSES,
+        shown_by=f"{COMMITS}::test_a_damaged_file_makes_restore_take_the_checkpoint_before",
+    ),
+    Case(
+        "the disk of checkpoints is full",
+        "a file system of 4 MiB",
+        Truth(words=("training continues, and saves again once there is room",)),
+        Place.PROCESSES,
+        shown_by=(
+            "tests/integration/checkpoint/test_disk_full.py"
+            "::test_training_survives_a_full_disk_and_saves_again_when_there_is_room"
+        ),
+    ),
+    Case(
+        "a rank hangs",
+        "a rank that never joins a collective",
+        Truth(C.HUNG, budget=Budget.COUNTED, words=("stacks of all ranks",), resumes=LAST_COMMIT),
+        Place.PROCESSES,
+        shown_by=(
+            "tests/integration/launch/test_watchdog.py"
+            "::test_when_one_rank_hangs_all_write_their_stacks_and_end"
+        ),
+    ),
+)
+
+CONTROL_PLANE = (
+    Case(
+        "the operator is killed after each of its writes",
+        "SIGKILL of a real operator beside played pods",
+        Truth(words=("one attempt at a time",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{ON_API_SERVER}/test_kills.py"
+            "::test_killed_after_each_of_its_writes_it_trains_on_with_one_attempt_at_a_time"
+        ),
+    ),
+    Case(
+        "a job is deleted after each of the operator's writes",
+        "DELETE of the FineTuneJob during creation",
+        Truth(words=("no object is left",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{ON_API_SERVER}/test_deletions.py"
+            "::test_deleted_after_each_of_the_operators_writes_a_job_leaves_nothing"
+        ),
+    ),
+    Case(
+        "a scheduler of the profile does not exist",
+        "`schedulerName` of no scheduler",
+        Truth(reason="SchedulerNotResponding", words=("the scheduler and the profile's field",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{ON_API_SERVER}/test_backend.py"
+            "::test_a_scheduler_that_ignores_the_pods_is_named_by_the_status"
+        ),
+        is_starred=True,
+    ),
+    Case(
+        "a quota admits no pods",
+        "a ResourceQuota of the namespace",
+        Truth(reason="PodsNotCreated", words=("exceeded quota",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{ON_API_SERVER}/test_bad_input.py"
+            "::test_a_quota_is_told_in_the_conditions_and_is_no_obstacle_once_it_is_gone"
+        ),
+        is_starred=True,
+    ),
+    Case(
+        "the API server is away",
+        "the API server is stopped and started",
+        Truth(words=("the operator stops leading, and continues by itself",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{OUTAGES}/test_faults.py"
+            "::test_without_the_api_server_it_stops_leading_and_comes_back_by_itself"
+        ),
+    ),
+    Case(
+        "etcd hangs, the API server restarts, a watch expires",
+        "SIGSTOP of etcd, restart, compaction",
+        Truth(words=("no attempt ends",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{OUTAGES}/test_outages.py"
+            "::test_one_process_outlives_a_hanging_etcd_a_restart_and_an_expired_watch"
+        ),
+    ),
+    Case(
+        "a leader is stopped for longer than its Lease",
+        "SIGSTOP, then SIGCONT",
+        Truth(words=("one writer at a time",)),
+        Place.CONTROL_PLANE,
+        shown_by=(
+            f"{OUTAGES}/test_faults.py"
+            "::test_a_leader_that_stood_still_past_its_lease_writes_nothing_when_it_goes_on"
+        ),
+    ),
+)
+
+NODE = (
+    Case(
+        "a pod on a node is deleted",
+        "DELETE of a pod that trains",
+        Truth(C.PREEMPTED, budget=Budget.FREE, words=("saved a checkpoint",), resumes=LAST_STEP),
+        Place.NODE,
+        shown_by=f"{E2E}/test_failures.py::test_a_pod_that_is_deleted_costs_no_step_that_was_saved",
+        is_starred=True,
+    ),
+    Case(
+        "a pod on a node is killed",
+        "DELETE of a pod without a grace period",
+        Truth(C.WORKER_LOST, words=("killed",), resumes=LAST_COMMIT),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_failures.py"
+            "::test_a_pod_that_is_killed_without_a_word_goes_on_from_the_last_checkpoint"
+        ),
+        is_starred=True,
+    ),
+    Case(
+        "the data set is not on the volume",
+        "a path that does not exist",
+        Truth(
+            C.DATA_ERROR,
+            words=("the path",),
+            remedy="the path",
+            phase=JobPhase.FAILED,
+            final="DataError",
+            resumes=THE_START,
+        ),
+        Place.NODE,
+        shown_by=f"{E2E}/test_failures.py::test_what_a_failed_job_said_last_outlives_its_pods",
+    ),
+    Case(
+        "no node, no image or no volume for the pods",
+        "a node selector, an image and a ConfigMap that do not exist",
+        Truth(
+            reason="Unschedulable, ImagePullFailed or VolumeNotReady",
+            words=("the cluster's sentence",),
+        ),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_failures.py"
+            "::test_what_keeps_a_job_from_starting_is_told_in_words_within_five_seconds"
+        ),
+        is_starred=True,
+    ),
+    Case(
+        "a batch Job on nodes is suspended and resumed by another client",
+        "PATCH of `spec.suspend` of the batch Job",
+        Truth(C.PREEMPTED, budget=Budget.FREE, words=("one attempt at a time",), resumes=LAST_STEP),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_given_up.py"
+            "::test_a_batch_job_that_others_suspend_and_resume_trains_beside_no_other"
+        ),
+    ),
+    Case(
+        "a rank on a node is stopped",
+        "SIGSTOP of a rank",
+        Truth(words=("the rank, its node and the state of its process",)),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_stuck_rank.py"
+            "::test_a_stopped_rank_of_the_other_pod_is_named_with_its_node_and_the_state_of_its_process"
+        ),
+    ),
+)
+
+CASES = (*VIRTUAL, *PROCESSES, *CONTROL_PLANE, *NODE)
