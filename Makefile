@@ -77,7 +77,7 @@ kind: install  ## Run the tests of `make e2e` on kind, from the images of `make 
 kind-tool:  ## Build the kind that `make kind` is made for into build/bin (needs Go)
 	GOBIN="$$PWD/build/bin" go install sigs.k8s.io/kind@v0.33.0
 
-# Faults of a control plane need FINETUNE_TEST_KUBECONFIG, those of nodes the variables of `make e2e`.
+# Faults of a control plane need FINETUNE_TEST_KUBECONFIG, faults of nodes the variables of `make e2e`.
 chaos: install quickstart-assets  ## Cause each fault three times, and write docs/reliability.md (8 min)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/chaos/chaos_run.py --write
 

@@ -1,6 +1,7 @@
 """Run the faults of the table and count which were right: `make chaos` and `make chaos-ci`.
 
-    PYTHONPATH=tests python tests/support/chaos/chaos_run.py [--starred] [--rounds 3] [--write]
+    PYTHONPATH=tests python tests/support/chaos/chaos_run.py [--starred] [--place PLACE]
+        [--rounds 3] [--write]
 
 A case that a test skips is counted as not run, with the reason. `--write` records the runs in
 docs/benchmarks/reliability.json and writes docs/reliability.md.
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from support.chaos.case import Case
+from support.chaos.case import Case, Place
 from support.chaos.page import PAGE, RECORDED, page, recorded
 from support.chaos.table import CASES, RECORD, test_of
 
@@ -65,10 +66,12 @@ def main() -> int:
     """Run the cases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--starred", action="store_true", help="the starred faults alone")
+    parser.add_argument("--place", choices=list(Place), help="the faults of a place alone")
     parser.add_argument("--rounds", type=int, default=3, help="how often each fault is caused")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     options = parser.parse_args()
     cases = [one for one in CASES if one.is_starred or not options.starred]
+    cases = [one for one in cases if options.place in (None, one.place)]
     runs = Runs()
     tests = sorted({test_of(one) for one in cases if not one.not_run})
     for _ in range(options.rounds):

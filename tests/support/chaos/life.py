@@ -61,6 +61,7 @@ async def play(case: Case, cluster: Any) -> Outcome:
         await case.check(cluster)
     check_attempt(truth, cluster, outcome)
     check_end(truth, cluster, outcome)
+    outcome.seen = cluster.without_port(outcome.seen)
     return outcome
 
 
@@ -100,11 +101,12 @@ def check_attempt(truth: Truth, cluster: Any, outcome: Outcome) -> None:
     if truth.phase is not JobPhase.RUNNING:
         return
     resumed = attempts[1].get("resumedStep", 0)
-    wanted = {THE_START: 0, LAST_STEP: first.get("lastStep", 0)}.get(
-        str(truth.resumes), truth.resumes
-    )
+    outcome.lost_steps = cluster.lost_steps
+    if truth.resumes == LAST_STEP:
+        assert cluster.lost_steps == 0 < resumed
+        return
+    wanted = 0 if truth.resumes == THE_START else truth.resumes
     assert resumed == wanted, f"resumes from step {resumed}, not {wanted}"
-    outcome.lost_steps = first.get("lastStep", 0) - resumed
 
 
 def check_end(truth: Truth, cluster: Any, outcome: Outcome) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune_operator.api.v1alpha1.status import JobPhase
 from support.chaos.case import Case, Place
 from support.chaos.table import CASES
 
@@ -58,6 +59,8 @@ def _cells(case: Case, run: dict[str, Any] | None) -> list[str]:
     seen = outcome.get("seen") or "; ".join(truth.words)
     lost = outcome.get("lost_steps")
     resumes = f"step {truth.resumes}" if isinstance(truth.resumes, int) else truth.resumes
+    if truth.phase is JobPhase.FAILED:
+        resumes = "no attempt follows"
     if lost is not None:
         resumes += f"; {lost} steps lost"
     seconds = outcome.get("recovery_seconds")

@@ -49,6 +49,7 @@ class PlayedCluster(KubernetesWorld):
         late: Attempts in which rank 1 does not come to the rendezvous.
         step: Last optimizer step of the running attempt.
         saved: Step of the newest checkpoint; 0 before the first.
+        lost_steps: Steps of the previous attempt that the running attempt trains again.
         is_operator: The operator sends requests now, not a part of the cluster.
         troubles: Messages of the conditions Failed and Stalled while they were True.
     """
@@ -61,7 +62,7 @@ class PlayedCluster(KubernetesWorld):
         self.room = NODES
         self.ready_before_start: Callable[[Object], Any] = lambda pod: True
         self.is_operator = False
-        self.step = self.saved = 0
+        self.step = self.saved = self.lost_steps = 0
         self.troubles: list[tuple[str, str]] = []
         self._trains = self._resumed = 0
         self._ran_since = self.now
@@ -77,6 +78,10 @@ class PlayedCluster(KubernetesWorld):
             page = ProgressServer()
             await closing.enter_async_context(page.serving(ADDRESS))
             yield cls(page, closing)
+
+    def without_port(self, text: str) -> str:
+        """Return a text with the usual port of the page instead of the port of this run."""
+        return text.replace(str(self.page.port), "9400")
 
     async def close_page(self) -> None:
         """Let no connection to rank 0's page succeed."""
@@ -256,7 +261,8 @@ class PlayedCluster(KubernetesWorld):
             if self._told.keys() & {f"tiny-{number}-{index}" for index in range(NODES)}:
                 return
             self._trains, self._ran_since = number, self.now
-            self.step = self._resumed = self.saved
+            self.lost_steps, self.step = self.step - self.saved, self.saved
+            self._resumed = self.saved
         age = (self.now - self._ran_since).total_seconds()
         if number not in self.late and age > LOAD_SECONDS:
             before, self.step = self.step, self.step + step

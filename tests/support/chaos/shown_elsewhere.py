@@ -16,7 +16,12 @@ VIRTUAL = (
     Case(
         "pods always fail",
         "each pod ends with 137 for an hour, from the start and after 500 good steps",
-        Truth(C.WORKER_LOST, words=("at most 20 attempts in an hour",), resumes=THE_START),
+        Truth(
+            C.WORKER_LOST,
+            budget=Budget.FREE,
+            words=("at most 20 attempts in an hour",),
+            resumes=LAST_COMMIT,
+        ),
         shown_by="tests/chaos/test_always_failing.py",
         is_starred=True,
     ),

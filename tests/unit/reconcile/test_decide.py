@@ -314,7 +314,8 @@ def test_what_an_attempt_does_that_is_stopped_is_told_as_it_is(
     assert suspended.said("Suspended") == suspended.said("Ready") == says
     late.wait(60)
     late.see(seen)
-    why = "the job was active for deadlines.activeSeconds 60"
+    limit = "the job was active for deadlines.activeSeconds 60"
+    why = f"{limit}; raise the limit, then create the job again"
     assert (late.said("Failed"), late.said("Ready")) == (why, f"{why}; {says}")
 
 
