@@ -351,7 +351,7 @@ WAITING = (
         "no node has room",
         "the scheduler refuses all pods for longer than `pendingSeconds`",
         Truth(
-            failure=FailureClass.PREEMPTED,
+            failure=FailureClass.NOT_STARTED,
             words=(ROOM,),
             remedy=REMEDY_OF_DEADLINE,
             phase=JobPhase.FAILED,
@@ -362,7 +362,6 @@ WAITING = (
         spec=PENDING,
         is_starred=True,
         stride=5,
-        not_run="an attempt that never ran has no class of its own yet",
     ),
     Case(
         "no scheduler serves the pods",

@@ -11,7 +11,6 @@ from typing import Any
 
 from finetune_operator.backends.kubernetes.child_names import INDEX_LABEL
 from finetune_operator.backends.kubernetes.finality import has, is_final
-from finetune_operator.backends.kubernetes.pod_termination import is_alive
 from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import JOBS, PODS, Object
 from finetune_trainer.config import (
@@ -287,6 +286,11 @@ class PlayedCluster(KubernetesWorld):
             spent=TimeSpent(starting=age) if is_loading else None,
             waits_for=WAITS if self._trains in self.late else None,
         )
+
+
+def is_alive(pod: Object) -> bool:
+    """Return whether the kubelet has not reported the end of a pod."""
+    return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
 async def _result(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """FineTuneJobs in every stage, as an operator left them on an API server.
 
-`make statuses` writes `statuses.yaml` anew, which the tests of GitOps tools read; it needs
+`make statuses` writes `statuses.yaml` again, which the tests of GitOps tools read; it needs
 FINETUNE_TEST_KUBECONFIG. Every version of every job is read back by one watch, so that no stage is
 too short to be seen.
 """
