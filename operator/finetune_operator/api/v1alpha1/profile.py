@@ -94,7 +94,8 @@ class ProfileVolume(ApiModel):
     mount_path: Path
     """Mount path."""
     read_only: bool = False
-    """Mount the volume read-only."""
+    """Mount the volume read-only. A volume that no job may name is always read-only, unless
+    cacheDirectory or a variable of env is a path on it."""
     source: Annotated[dict[str, Any], Field(max_length=1)] = Field(
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
     )

@@ -209,7 +209,11 @@ def _mounts(inputs: PodInputs) -> list[Json]:
         {"name": "scratch", "mountPath": str(volumes.SCRATCH)},
         {"name": "scratch", "mountPath": "/tmp", "subPath": "tmp"},
         *(
-            {"name": f"profile-{one.name}", "mountPath": one.mount_path, "readOnly": one.read_only}
+            {
+                "name": f"profile-{one.name}",
+                "mountPath": one.mount_path,
+                "readOnly": volumes.is_mounted_read_only(one, inputs.profile),
+            }
             for one in inputs.profile.volumes
         ),
         *(

@@ -5,6 +5,8 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePosixPath
+from posixpath import normpath
 
 from finetune_operator.api.metadata import wrong_key, wrong_label_value
 from finetune_operator.api.paths import show_path
@@ -13,7 +15,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.api.v1alpha1.topology import Rdma
 from finetune_operator.backends import allow_rules
-from finetune_operator.backends.allow_rules import refused
+from finetune_operator.backends.allow_rules import fits, refused
 from finetune_operator.backends.kubernetes import pod_template, scheduling, trackers, volumes
 from finetune_operator.backends.kubernetes.attempt_profiles import FIELD, Snapshot, settings_of
 from finetune_operator.backends.kubernetes.child_names import RENDEZVOUS_PORT
@@ -35,6 +37,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *allow_rules.forbidden(job, profile.name, allow),
         *_names(job, profile.spec),
         *_kept(job, profile),
+        *_nvme(job, profile.spec),
         *_queue(job, profile.spec),
         *_nodes(job, profile),
         *_template(job, profile.spec),
@@ -161,6 +164,33 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
                 yield Problem(path, text, Severity.WARNING)
             else:
                 yield Problem(path, f"{text}; {advice}")
+
+
+def _nvme(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    """Check that the optimizer state is on a disk of the pod or of the job.
+
+    It would otherwise replace files on a volume that the profile mounts for other purposes.
+    """
+    named = job.spec.strategy.nvme_path
+    if named is None:
+        return
+    folders = [volumes.SCRATCH, PurePosixPath(pod_template.MOUNT_ROOT)]
+    for uri in uris.outputs_of(job).values():
+        claim = volumes.claim_path(uri).claim
+        if volumes.volume_of(claim, profile) is None:
+            folders.append(volumes.MOUNT_ROOT / claim)
+    folders += [
+        PurePosixPath(one.mount_path)
+        for one in profile.volumes
+        if volumes.is_writable(one) and fits(one.name, profile.allow.volumes)
+    ]
+    path = PurePosixPath(normpath(named))
+    if not any(path.is_relative_to(folder) for folder in folders):
+        text = (
+            f"{named} is not on a disk that the job may write to; use "
+            f"{' or '.join(f'{folder}/NAME' for folder in dict.fromkeys(folders))}"
+        )
+        yield Problem("spec.strategy.nvmePath", text)
 
 
 def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:

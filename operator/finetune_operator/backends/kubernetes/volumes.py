@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
+from finetune_operator.backends.allow_rules import fits
 from finetune_operator.backends.kubernetes import trackers
 from finetune_operator.planner.train_config import SCHEDULED_EVENTS, Locations
 from finetune_operator.planner.uris import inputs_of, outputs_of, starts_of
@@ -70,6 +71,18 @@ def is_writable(volume: ProfileVolume) -> bool:
     if volume.read_only or not _NEVER_WRITABLE.isdisjoint(volume.source):
         return False
     return not any(isinstance(one, dict) and one.get("readOnly") for one in volume.source.values())
+
+
+def is_mounted_read_only(volume: ProfileVolume, profile: FineTuneProfileSpec) -> bool:
+    """Return whether pods mount the volume read-only.
+
+    A volume that no job may name is writable only for caches: the profile's cache directory, or a
+    folder that a variable of the profile names.
+    """
+    if volume.read_only or fits(volume.name, profile.allow.volumes):
+        return volume.read_only
+    caches = (profile.cache_directory, *profile.env.values())
+    return not any(PurePosixPath(one).is_relative_to(volume.mount_path) for one in caches)
 
 
 def is_lost_with_its_pod(volume: ProfileVolume) -> bool:

@@ -365,6 +365,72 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
     assert says in found.message
 
 
+@pytest.mark.parametrize(
+    ("path", "is_allowed"),
+    [
+        ("/scratch/state", True),
+        ("/extra/disk", True),
+        ("/mnt/out/state", True),
+        ("/fast/state", True),
+        ("/scratch/../fast/state", True),
+        ("/shared/state", False),
+        ("/frozen/state", False),
+        ("/scratch/../shared/state", False),
+        ("/mnt/other/state", False),
+        ("/fast-too", False),
+        ("/", False),
+    ],
+)
+def test_optimizer_state_is_on_no_volume_that_the_job_may_not_write_to(
+    path: str, is_allowed: bool
+) -> None:
+    names = ("fast", "shared", "frozen")
+    volumes = [
+        {"name": name, "mountPath": f"/{name}", "readOnly": name == "frozen",
+         "source": {"persistentVolumeClaim": {"claimName": name}}}
+        for name in names
+    ]  # fmt: skip
+    allow = {"namespaces": ["*"], "claims": ["*"], "volumes": ["fast", "frozen"]}
+    strategy = {"type": "zero3", "offload": "nvme", "nvmePath": path}
+    checked = job(
+        **{
+            **JOB,
+            "strategy": strategy,
+            "output__uri": "pvc://out/x",
+            "checkpoint__uri": "pvc://out/c",
+        }
+    )
+    found = backend(profile(allow=allow, volumes=volumes)).validate(checked)
+    assert [one.path for one in found] == ([] if is_allowed else ["spec.strategy.nvmePath"])
+    if found:
+        assert "use /scratch/NAME or /extra/NAME or /mnt/out/NAME or /fast/NAME" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("more", "is_read_only"),
+    [
+        ({}, True),
+        ({"allow": {"namespaces": ["*"], "claims": ["*"], "volumes": ["st*"]}}, False),
+        ({"cacheDirectory": "/store/cache"}, False),
+        ({"cacheDirectory": "/store-of-another/cache"}, True),
+        ({"env": {"TRITON_CACHE_DIR": "/store/triton"}}, False),
+    ],
+)
+def test_a_volume_that_no_job_may_name_is_writable_for_caches_only(
+    more: dict[str, Any], is_read_only: bool
+) -> None:
+    volume = {
+        "name": "store",
+        "mountPath": "/store",
+        "source": {"nfs": {"server": "s", "path": "/"}},
+    }
+    used = profile(**{"allow": {"namespaces": ["*"], "claims": ["*"]}, "volumes": [volume], **more})
+    batch_job = backend(used).render(planned(**JOB), Attempt(1)).objects[-1]
+    pod = batch_job["spec"]["template"]["spec"]
+    (mount,) = (m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "profile-store")
+    assert mount["readOnly"] is is_read_only
+
+
 def test_a_namespace_that_may_not_use_a_profile_sees_no_value_of_it() -> None:
     asked = {"topology__nodes": 8, "training__globalBatchSize": 8, "output__uri": "pvc://other/x"}
     asked |= {"backend__kubernetes__serviceAccountName": "root", "topology__instanceType": "big"}
