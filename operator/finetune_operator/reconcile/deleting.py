@@ -58,6 +58,7 @@ def decide_deletion(
         else:
             saves = spec is None or spec.checkpoint.enabled is not False
             activity = describe_stop(status, attempt, observation, grace, saves=saves)
+            activity = "; ".join(filter(None, (activity, observation.warning)))
             stage = Stage.DELETING
             status, until = attempts.stop(status, grace, now)
             actions = (Cancel(until),)

@@ -109,6 +109,7 @@ def follow(
     saves = spec.checkpoint.enabled is not False
     if ending:
         stops = describe_stop(status, attempt, observation, grace, saves=saves)
+        stops = "; ".join(filter(None, (stops, observation.warning)))
         situation = Situation(Stage.ENDING, *ending, meanwhile=stops, obstacle=observation.obstacle)
         return Course(situation, grace, requeue, _without_nodes(*ending))
     if spec.suspend or is_suspending(status):

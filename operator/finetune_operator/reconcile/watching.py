@@ -59,7 +59,8 @@ def _unheard(
     )
     reason, obstacle = str(Reason.PROGRESS_UNKNOWN), observation.obstacle
     if obstacle is not None and obstacle.effect is not Effect.NONE:
-        reason, text = obstacle.reason, f"{obstacle.message}; {text}"
+        reason = obstacle.reason
+        text = f"{obstacle.message}; {text}" if obstacle.message else text
     return Situation(Stage.UNHEARD, reason, text, exists=True)
 
 

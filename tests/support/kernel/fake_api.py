@@ -314,8 +314,14 @@ def _matches(made: Object, selector: str | None) -> bool:
 
 
 def _has_field(made: Object, selector: str | None) -> bool:
-    field, _, value = (selector or "").partition("=")
-    return selector is None or made.get(field) == value
+    for one in (selector or "").split(",") if selector else ():
+        path, _, value = one.partition("=")
+        found: Any = made
+        for field in path.split("."):
+            found = found.get(field, {})
+        if found != value:
+            return False
+    return True
 
 
 def _merge(target: Object, patch: Mapping[str, Any]) -> None:

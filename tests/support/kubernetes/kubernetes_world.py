@@ -4,6 +4,7 @@ They do nothing by themselves: a test has them make pods, run them and end them,
 operator does in between is the same each time.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping
 from datetime import timedelta
@@ -27,6 +28,7 @@ from finetune_operator.kube.resources import (
     Object,
     Resource,
 )
+from finetune_operator.reconcile.conditions import rfc3339
 from support.kernel.kernel_world import KEY, World
 from support.kubernetes.kubernetes_cases import JOB, profile
 
@@ -50,6 +52,19 @@ async def look_for(world: World, seconds: int) -> None:
             if not error.retryable:
                 raise
     await world.catch_up()
+
+
+async def pass_time(world: World, seconds: float) -> None:
+    """Let the time of the world and of the event loop pass together."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        before = loop.time()
+        look = await world.settle()
+        wait = 5.0 if look.requeue_seconds is None else look.requeue_seconds
+        await asyncio.sleep(min(max(0.5, wait), end - loop.time()))
+        world.now += timedelta(seconds=loop.time() - before)
+    await world.settle()
 
 
 def holds_node(pod: Object) -> bool:
@@ -212,6 +227,17 @@ class KubernetesWorld(World):
             state = {"terminated": {"exitCode": code, "message": words}}
             phase = "Failed" if code else "Succeeded"
             await self._tell(PODS, f"tiny-{number}-{index}", state, phase=phase)
+
+    async def mark_silent(self, number: int, index: int, *, is_silent: bool = True) -> None:
+        """Mark a pod as the node controller does if its kubelet is silent, or as the kubelet."""
+        time, ready = rfc3339(self.now), "False" if is_silent else "True"
+        conditions = [
+            {"type": kind, "status": status, "lastTransitionTime": time}
+            for kind, status in (
+                ("PodScheduled", "True"), ("ContainersReady", "True"), ("Ready", ready)
+            )
+        ]  # fmt: skip
+        await self._tell(PODS, f"tiny-{number}-{index}", conditions=conditions)
 
     async def end_trainers(self, number: int, *indexes: int, code: int, words: str = "") -> None:
         """End trainers in pods in which another container still runs."""

@@ -32,6 +32,7 @@ from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
 from finetune_operator.backends.kubernetes.finality import is_ending
 from finetune_operator.backends.kubernetes.kueue import Kueue
+from finetune_operator.backends.kubernetes.liveness import LivenessKills
 from finetune_operator.backends.kubernetes.log_tail import LogTails
 from finetune_operator.backends.kubernetes.outlived import OutlivedTrainers
 from finetune_operator.backends.kubernetes.partial_gangs import PartialGangs
@@ -41,6 +42,7 @@ from finetune_operator.backends.kubernetes.progress import ProgressReader
 from finetune_operator.backends.kubernetes.rank_zero import RankZeroNames, address_of
 from finetune_operator.backends.kubernetes.reasons import may_be_explained_by_events
 from finetune_operator.backends.kubernetes.silence import silent_component
+from finetune_operator.backends.kubernetes.silent_nodes import SilentNodes, warning_about
 from finetune_operator.backends.kubernetes.submit import handle_of, submit
 from finetune_operator.backends.kubernetes.upkeep import Upkeep
 from finetune_operator.backends.kubernetes.verdict import Verdict
@@ -69,6 +71,8 @@ class LiveAttempts:
         self._kueue = Kueue()
         self._partial = PartialGangs(now)
         self._outlived = OutlivedTrainers(now)
+        self._silent = SilentNodes(now)
+        self._liveness = LivenessKills()
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
         self._log_tails = LogTails()
@@ -122,6 +126,10 @@ class LiveAttempts:
         there = await self._children.pods(name, handle.uid)
         pods = self._ended.including_gone(handle.uid, there)
         seen = observe.observation_of(batch_job, pods) if batch_job else observe.gone(name, pods)
+        if ref.spec is None or ref.spec.deadlines.hang_seconds is not None:
+            seen = await self._liveness.explain(
+                self._children.cluster.client, handle.uid, seen, pods
+            )
         if batch_job is not None:
             seen = self._outlived.withhold(handle.uid, seen, pods, is_ending=is_ending(batch_job))
             if seen.phase is AttemptPhase.FAILED or seen.outlived_by:
@@ -133,7 +141,7 @@ class LiveAttempts:
             self._forget(handle.uid)
         elif batch_job is not None and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
             return await self._observe_unfinished(seen, handle, batch_job, pods)
-        return seen
+        return replace(seen, warning=warning_about(pods))
 
     async def _observe_unfinished(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Verdict]
@@ -146,6 +154,8 @@ class LiveAttempts:
         upkeep = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
         if seen.phase is AttemptPhase.RUNNING:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
+            interval = facts.status_interval_seconds
+            seen = self._silent.judge(handle.uid, seen, pods, interval)
         else:
             seen = await self._with_obstacle(seen, name, batch_job, pods)
         waits = [one for one in (seen.requeue_seconds, upkeep.again_seconds) if one is not None]
@@ -273,4 +283,6 @@ class LiveAttempts:
         self._log_tails.forget(uid)
         self._ended.forget(uid)
         self._outlived.forget(uid)
+        self._silent.forget(uid)
+        self._liveness.forget(uid)
         self._partial.forget(uid)

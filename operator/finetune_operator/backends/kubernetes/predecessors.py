@@ -14,6 +14,7 @@ from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.finality import has_decided
 from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.pod_facts import PodFacts
+from finetune_operator.backends.kubernetes.silent_nodes import warning_about
 from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import JOB_UID_LABEL
@@ -57,14 +58,16 @@ async def make_way(children: Children, name: AttemptName, job_uid: str) -> None:
         ApiError: The API server refuses or does not respond.
     """
     living = await _end_others(children, name, job_uid)
-    pods = [pod for pod in children.cached_pods(name.key) if judge(pod).may_write]
-    if orphans := [pod for pod in pods if _is_orphan(children, pod)]:
+    pods = [one for one in map(judge, children.cached_pods(name.key)) if one.may_write]
+    if orphans := [one.pod for one in pods if _is_orphan(children, one.pod)]:
         raise AlreadyOwnedError(_about_orphans(name, job_uid, orphans))
     if pods:
-        raise NotCreatedError(
-            f"pod {pods[0].name} still exists, and two attempts must not write one checkpoint; "
-            "waiting until it has ended"
+        text = (
+            f"pod {pods[0].pod.name} still exists, and two attempts must not write one "
+            "checkpoint; waiting until it has ended"
         )
+        warning = warning_about(pods)
+        raise NotCreatedError(f"{text}; {warning}" if warning else text)
     if living is not None:
         raise NotCreatedError(
             f"Job {name.namespace}/{living['metadata']['name']} has not ended yet, and two "

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from finetune_trainer.config import CheckpointRef, Phase, Progress
 from support.cluster.played_pods import ProgressServer
 from support.kernel.virtual_time import run
-from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld
+from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld, pass_time
 
 SAVED = CheckpointRef(step=1000, path="/c/step-1000", time=0.0, world_size=2)
 TRAINS = Progress(phase=Phase.TRAINING, step=1199, total_steps=5000, checkpoint=SAVED)
@@ -28,15 +27,7 @@ class Case:
     page: AsyncExitStack
 
     async def live(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while loop.time() < end:
-            before = loop.time()
-            look = await self.world.settle()
-            wait = 5.0 if look.requeue_seconds is None else look.requeue_seconds
-            await asyncio.sleep(min(max(0.5, wait), end - loop.time()))
-            self.world.now += timedelta(seconds=loop.time() - before)
-        await self.world.settle()
+        await pass_time(self.world, seconds)
 
     def status(self, kind: str) -> tuple[str, str]:
         found = self.world.condition(kind)
