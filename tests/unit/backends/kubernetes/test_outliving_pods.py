@@ -30,8 +30,8 @@ REQUESTS = ("get", "create", "patch", "delete")
 
 def live(life: Callable[[KubernetesWorld], Coroutine[Any, Any, None]]) -> None:
     async def work() -> None:
-        async with ProgressServer(TRAINS).serving(ADDRESS) as said:
-            await life(KubernetesWorld(said.port))
+        async with ProgressServer(TRAINS).serving(ADDRESS) as page:
+            await life(KubernetesWorld(page.port))
 
     run(work())
 

@@ -144,7 +144,8 @@ def test_the_end_of_a_job_without_a_liveness_probe_costs_no_list_of_events() -> 
 
         world.api.before = note
         await world.end_pods(1, *range(NODES), code=137)
-        await pass_time(world, 3)
+        await world.conclude(1, "Failed")
+        await pass_time(world, 1)
         assert world.job["status"]["attempts"][0]["failureClass"] == "WorkerLost"
         assert lists == []
 
