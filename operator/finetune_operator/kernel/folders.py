@@ -109,7 +109,7 @@ class FolderBook:
             return None
         _, mine, theirs, other = min(conflicts, key=lambda conflict: conflict[0])
         self._waiting.setdefault(other, {})[key] = None
-        return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(mine, theirs, other)}")
+        return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(key, mine, theirs, other)}")
 
     def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
         """Record that the job opens an attempt; return its status with the attempt's folders."""
@@ -243,8 +243,10 @@ class FolderBook:
             return ()
         return tuple(self._backends.get(view.backend).writes(view.job))
 
-    def _why(self, mine: Written, theirs: Written, other: Key) -> str:
+    def _why(self, key: Key, mine: Written, theirs: Written, other: Key) -> str:
         conflict = sentence(mine, theirs, f"the job {other}")
+        if key.namespace != other.namespace:  # whose names and paths this namespace may not know
+            conflict = f"{mine.uri} is, holds or is inside a folder of a job in another namespace"
         if self._entries[other].is_gone:
             return (
                 f"{conflict}, whose attempt still runs after its deletion; this job continues once "

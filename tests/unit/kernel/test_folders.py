@@ -1,5 +1,6 @@
 """Several jobs that would write one folder: the first has it, and the others are told of it."""
 
+import json
 import random
 from datetime import timedelta
 from typing import Any
@@ -91,6 +92,27 @@ def test_the_second_job_of_a_folder_is_stalled_with_the_name_of_the_first(uri: s
         world.now += timedelta(seconds=10)
         await world.look("first")
         assert world.status("first")["folders"] == [APART, OUT]
+
+    story(work)
+
+
+@pytest.mark.parametrize("uri", [OUT, INSIDE, "pvc://models"])
+def test_a_job_of_another_namespace_is_not_named(uri: str) -> None:
+    async def work(world: Jobs) -> None:
+        await world.add("first")
+        other = defaulted(
+            manifest(
+                name="second", metadata__namespace="other", model__source="hf://a/b",
+                dataset__source="hf://a/c", backend={"type": "configmap"}, output__uri=uri,
+            )
+        )  # fmt: skip
+        await world.api.create(FINE_TUNE_JOBS, other, "other")
+        await world.look("first")
+        await world._look(Key("other", "second"))
+        assert world.rejection("second").startswith(
+            f"spec.output.uri {uri} is, holds or is inside a folder of a job in another namespace,"
+        )
+        assert "first" not in json.dumps(world.status("second")).replace("its first job", "")
 
     story(work)
 
