@@ -215,8 +215,8 @@ def spend(restarts: Restarts, action: RestartAction, policy: RestartPolicy) -> B
     if action is RestartAction.RESTART_FREE:
         limit = policy.max_disruptions
         if limit is not None and restarts.disruptions >= limit:
-            message = f"restarted {limit} times after a preemption, as maxDisruptions allows"
-            message = f"{message}; raise the limit or use other capacity, {_AGAIN}"
+            message = f"restarted {limit} times after disruptions, as maxDisruptions allows"
+            message = f"{message}; remove the cause or raise the limit, {_AGAIN}"
             return Budget(restarts, Reason.DISRUPTION_LIMIT_EXCEEDED, message)
         return Budget(restarts.model_copy(update={"disruptions": restarts.disruptions + 1}))
     if restarts.counted >= policy.max_restarts:
