@@ -192,6 +192,9 @@ def _check_list(
 ) -> Iterator[Finding]:
     if len(value) > schema.get("maxItems", len(value)):
         yield Finding(path, f"has {len(value)} entries; at most {schema['maxItems']} fit")
+    if len(value) < schema.get("minItems", 0):
+        text = f"has {len(value)} entries; give at least {schema['minItems']}, or remove it"
+        yield Finding(path, text)
     for index, item in enumerate(value):
         yield from _check(item, schema["items"], (*path, index), names)
 

@@ -302,12 +302,13 @@ class KubeClient(ABC):
         *,
         container: str | None = None,
         tail: int | None = None,
+        max_bytes: int | None = None,
         follow: bool = False,
     ) -> AsyncIterator[str]:
         """Yield the lines of a pod's log, without line ends.
 
-        `container` may be None if the pod has only one. `tail` is the number of last lines;
-        `follow` continues until the container terminates.
+        `container` may be None if the pod has only one. `tail` is the number of last lines, of
+        which the first `max_bytes` are read; `follow` continues until the container terminates.
 
         Raises:
             NotFoundError: the pod does not exist.
@@ -316,6 +317,8 @@ class KubeClient(ABC):
         query: dict[str, str] = {"container": container} if container else {}
         if tail is not None:
             query["tailLines"] = str(tail)
+        if max_bytes is not None:
+            query["limitBytes"] = str(max_bytes)
         if follow:
             query["follow"] = "true"
         call = Call("log", PODS, PODS.path(namespace, name, "log"), query)

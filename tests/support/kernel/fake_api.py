@@ -223,6 +223,7 @@ class FakeApi(KubeClient):
         *,
         container: str | None = None,
         tail: int | None = None,
+        max_bytes: int | None = None,
         follow: bool = False,
     ) -> AsyncIterator[str]:
         await self._enter("get", PODS, name)

@@ -12,9 +12,8 @@ Uri = Annotated[str, Field(min_length=1, max_length=2048)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=256)]
 
 _SOURCE_RULE = Rule(
-    "self.matches('^(hf|azureml|pvc|file|https)://.+')",
-    "must start with hf://, azureml://, pvc://, file:// or https://; "
-    "write a local folder as file://./FOLDER",
+    "self.matches('^(hf|azureml|pvc|file)://.+')",
+    "must start with hf://, azureml://, pvc:// or file://; write a local folder as file://./FOLDER",
 )
 Source = Annotated[Uri, _SOURCE_RULE, ONLY_KNOWN]
 SplitName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -41,7 +40,7 @@ class ModelSpec(ApiModel):
     """The base model."""
 
     source: Source
-    """Location of the base model: hf://ORG/NAME, pvc://CLAIM/PATH, https://…blob…, or file://PATH
+    """Location of the base model: hf://ORG/NAME, pvc://CLAIM/PATH, or file://PATH
     (file://./x is relative to the manifest; local backend). On Azure ML also
     azureml://models/NAME/versions/VERSION or
     azureml://registries/REGISTRY/models/NAME/versions/VERSION, both optionally with /PATH, or
@@ -138,7 +137,7 @@ class DatasetSpec(ApiModel):
 
     source: Source
     """Location of the training rows: hf://ORG/NAME, azureml://datastores/DATASTORE/paths/PATH,
-    pvc://CLAIM/PATH, https://…blob…, or file://PATH of a .jsonl, .json or .csv file, optionally
+    pvc://CLAIM/PATH, or file://PATH of a .jsonl, .json or .csv file, optionally
     compressed (.gz, .zst), of a .parquet file, or of a folder with such files."""
     format: DataFormat = DataFormat.CHAT
     """Format of the rows: chat (messages, conversations, or prompt and completion), instruction

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 NUM_LINES = 50
 _READ_SECONDS = 3.0  # the pod's node may be lost
 _MAX_CHARACTERS = 16_384
+_MAX_BYTES = 1 << 20  # read into memory; a single line may be as long as the log
 _MOST_TRIES = 3
 
 
@@ -78,7 +79,9 @@ async def _log_tail(children: Children, pod: PodFacts) -> str:
     client, name, namespace = children.cluster.client, pod.name, pod.namespace
     try:
         async with asyncio.timeout(_READ_SECONDS):
-            lines = client.log(name, namespace, container=CONTAINER, tail=NUM_LINES)
+            lines = client.log(
+                name, namespace, container=CONTAINER, tail=NUM_LINES, max_bytes=_MAX_BYTES
+            )
             text = "\n".join([line async for line in lines])[-_MAX_CHARACTERS:]
     except (ApiError, TimeoutError) as error:
         text = f"its log could not be read ({error or type(error).__name__})"

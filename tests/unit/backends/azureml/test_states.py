@@ -17,6 +17,7 @@ from finetune_operator.backends.azureml.states import (
     updated_view,
 )
 from finetune_operator.backends.base import AttemptPhase, Effect, Observation
+from finetune_operator.backends.root_cause import NO_EXIT_CODE
 from finetune_operator.reconcile.failures import verdict
 from finetune_trainer.config import ExitCode, FailureClass, Heard, Progress, Termination
 from support.azureml.azureml_looks import (
@@ -297,7 +298,7 @@ def test_a_failure_that_nobody_explains_says_what_azure_says_and_where_to_look()
 )
 def test_an_exit_code_is_found_in_azures_sentences(text: str, code: int | None) -> None:
     end = ended("Failed", error(text))
-    assert end[1] == (ExitCode.KILLED if code is None else code)
+    assert end[1] == (NO_EXIT_CODE if code is None else code)
     assert (end[0] is C.UNKNOWN) == (code is None)
 
 
