@@ -84,10 +84,10 @@ def test_the_second_job_of_a_folder_is_stalled_with_the_name_of_the_first(uri: s
         await world.add("second", uri)
         await world.look("first", "second", "second")
         assert world.attempts == ["first-1"]
-        said = world.rejection("second")
-        assert said.startswith(f"spec.output.uri {uri} ")
-        assert f"{OUT}, spec.output.uri of the job ns/first" in said or uri == OUT
-        assert "ns/first" in said
+        message = world.rejection("second")
+        assert message.startswith(f"spec.output.uri {uri} ")
+        assert f"{OUT}, spec.output.uri of the job ns/first" in message or uri == OUT
+        assert "ns/first" in message
         assert world.status("second")["phase"] == "Pending"
         world.now += timedelta(seconds=10)
         await world.look("first")
