@@ -11,12 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
+from finetune_operator.api.v1alpha1.topology import backend_name
 from finetune_operator.backends.base import Written
 from finetune_operator.backends.folder_index import FolderIndex, sentence
 from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError
-from finetune_operator.kernel.jobs import JobView
+from finetune_operator.kernel.job_memory import JobMemory
+from finetune_operator.kernel.jobs import JobView, read_job
 from finetune_operator.kube.cache import Key, ObjectCache
+from finetune_operator.kube.resources import Object
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, is_finished
 from finetune_operator.reconcile.decide import Rejection
@@ -24,12 +27,19 @@ from finetune_operator.reconcile.decide import Rejection
 _Rank = tuple[bool, str, str, str]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
-    """Folders of one job.
+    """Folders of one job, and what the arbitration needs to know about the job.
 
     Attributes:
-        view: Newest version of the job in the cache.
+        packed: Newest version of the job in the cache.
+        memory: In-memory state of the job.
+        spec: Identity of the spec: uid and generation.
+        attempt: Number of the newest attempt in the written status; 0 before the first.
+        has_open_attempt: Whether the written status has an open attempt.
+        start_time: Start of the job in the written status.
+        opened_with: URIs of the folders in the written status.
+        may_open: Whether the job may open an attempt unless a user acts.
         folders: Folders that its spec names.
         previous: Folders of its earlier specs, while an attempt of an earlier spec may still run.
         has_opened: Whether the job has opened an attempt, or is opening its first one.
@@ -37,17 +47,32 @@ class _Entry:
         is_gone: Whether the job was deleted while its last attempt may still run.
     """
 
-    view: JobView
+    packed: Object
+    memory: JobMemory
+    spec: tuple[str, int]
+    attempt: int = 0
+    has_open_attempt: bool = False
+    start_time: str | None = None
+    opened_with: tuple[str, ...] = ()
+    may_open: bool = False
     folders: tuple[Written, ...] = ()
     previous: tuple[Written, ...] = ()
     has_opened: bool = False
     contends: bool = False
     is_gone: bool = False
 
-    @property
-    def status(self) -> FineTuneJobStatus:
-        """Written status of the job."""
-        return self.view.written
+    def view(self) -> JobView:
+        """Return the job, parsed."""
+        return read_job(self.packed, self.memory)
+
+    def update(self, view: JobView) -> None:
+        """Record a newer version of the job."""
+        status = view.written
+        self.packed, self.memory, self.spec = view.packed, view.memory, _spec_of(view)
+        self.attempt, self.start_time = status.attempt, status.start_time
+        self.has_open_attempt = attempts.current(status) is not None
+        self.opened_with = tuple(status.folders or ())
+        self.may_open = _may_open(view)
 
     @property
     def occupied(self) -> tuple[Written, ...]:
@@ -95,7 +120,8 @@ class FolderBook:
         if (entry := self._entries.get(key)) is None:
             return None
         try:
-            entry.folders = self._named_folders(entry.view)  # a profile may have changed meanwhile
+            view = self._read(key) or entry.view()
+            entry.folders = self._named_folders(view)  # a profile may have changed meanwhile
         except FineTuneError as error:
             return Rejection(Reason.BACKEND_FAILED, str(error))
         conflicts = [
@@ -147,10 +173,10 @@ class FolderBook:
         entry = self._entries.get(key)
         if entry is None or not entry.is_gone:
             return False
-        ref = entry.view.with_known_handle().ref
-        if entry.view.parsed is not None and ref is not None:
+        view = entry.view().with_known_handle()
+        if view.parsed is not None and (ref := view.ref) is not None:
             try:
-                if not (await self._backends.get(entry.view.backend).observe(ref)).all_gone:
+                if not (await self._backends.get(view.backend).observe(ref)).all_gone:
                     return True
             except FineTuneError as error:
                 if error.retryable:
@@ -167,27 +193,31 @@ class FolderBook:
             elif entry is not None:
                 self._drop(key)
             return
-        if entry is not None and _spec_of(entry.view) == _spec_of(view):
-            entry.view, entry.is_gone = view, False
+        if entry is not None and entry.spec == _spec_of(view):
+            entry.update(view)
+            entry.is_gone = False
             self._place(key, entry)
             return
         folders = self._folders_if_known(view)
         previous: tuple[Written, ...] = ()
-        if entry is not None and entry.view.uid == view.uid:
+        if entry is not None and entry.spec[0] == view.uid:
             if view.parsed is None:
                 folders = entry.folders  # of the last spec that could be parsed
             previous = tuple(
                 folder for folder in (*entry.folders, *entry.previous) if folder not in folders
             )
-        self._entries[key] = entry = _Entry(view, folders, previous, contends=_may_open(view))
+        entry = _Entry(view.packed, view.memory, _spec_of(view), folders=folders, previous=previous)
+        entry.update(view)
+        entry.contends = entry.may_open
+        self._entries[key] = entry
         self._place(key, entry)
         self._release(key)
 
     def _place(self, key: Key, entry: _Entry) -> None:
         """Put the folders of a job into the index; wake waiters if it frees any."""
         before = entry.occupied
-        entry.has_opened = key in self._opening or bool(entry.status.attempt)
-        if attempts.current(entry.status) is None:
+        entry.has_opened = key in self._opening or bool(entry.attempt)
+        if not entry.has_open_attempt:
             entry.previous = ()
         self._index.put(key, entry.occupied)
         if not set(before) <= set(entry.occupied):
@@ -204,7 +234,7 @@ class FolderBook:
         waiting = [waiter for waiter in self._waiting.pop(key, ()) if waiter in self._entries]
         for waiter in waiting:
             entry = self._entries[waiter]
-            entry.contends = _may_open(entry.view)
+            entry.contends = entry.may_open
             self._place(waiter, entry)
         for waiter in waiting:
             self._wake(waiter)
@@ -216,24 +246,23 @@ class FolderBook:
 
     def _owns(self, key: Key, entry: _Entry, folder: Written) -> bool:
         """Whether an attempt of the job was opened, or is being opened, with this folder."""
-        opened_with = entry.status.folders
-        is_recorded = not opened_with or folder.uri in opened_with
+        is_recorded = not entry.opened_with or folder.uri in entry.opened_with
         return key in self._opening or (entry.has_opened and is_recorded)
 
     def _rank(self, key: Key, folder: Written) -> _Rank:
         """Return the rank of a job for a folder; the job with the lowest rank owns the folder."""
         entry = self._entries[key]
-        metadata = entry.view.raw["metadata"]
+        metadata = entry.packed["metadata"]
         created, uid = metadata.get("creationTimestamp", ""), metadata["uid"]
         if self._owns(key, entry, folder):
-            return (False, entry.status.start_time or "9", created, uid)
+            return (False, entry.start_time or "9", created, uid)
         return (True, "", created, uid)
 
     def _may_outlive_job(self, entry: _Entry) -> bool:
         """Whether the attempt of a deleted job may still run; true if unknown."""
-        is_free = self._backends.finds_from_cache(entry.view.backend)
-        is_open = attempts.current(entry.status) is not None
-        return bool(entry.has_opened and entry.folders and is_free and is_open)
+        backend = backend_name(entry.packed["spec"].get("backend"))
+        is_free = self._backends.finds_from_cache(backend)
+        return bool(entry.has_opened and entry.folders and is_free and entry.has_open_attempt)
 
     def _folders_if_known(self, view: JobView) -> tuple[Written, ...]:
         with suppress(FineTuneError):  # reported once the job itself is reconciled

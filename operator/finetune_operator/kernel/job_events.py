@@ -14,8 +14,11 @@ from finetune_operator.kube.api_errors import ApiError, GoneError
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
-OnEvent = Callable[[str | None, Object], None]
-"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, or None from a list) and the object."""
+OnEvent = Callable[[str | None, Object | None], None]
+"""Called with the type (`ADDED`, `MODIFIED`, `DELETED`, or None from a list) and the object.
+
+The object is None after a list whose objects are not delivered: the receiver has to list them.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ListenOptions:
 
 
 class JobEvents(Protocol):
-    """Events of FineTuneJobs: one for each existing job, then one for each change."""
+    """Events of FineTuneJobs: of each list, then of each change."""
 
     def start(self) -> None:
         """Start to send events."""

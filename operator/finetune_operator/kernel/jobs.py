@@ -22,6 +22,7 @@ from finetune_operator.backends.instances import Backends
 from finetune_operator.errors import FineTuneError, UnknownBackendError
 from finetune_operator.kernel.job_memory import JobMemory
 from finetune_operator.kube.cache import Key, key_of
+from finetune_operator.kube.packed_jobs import size_of, unpack
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
@@ -35,6 +36,7 @@ class JobView:
 
     Attributes:
         key: Namespace and name.
+        packed: The object in the cache (see `pack`).
         raw: The object as the API server has it.
         parsed: The object as a model, with `status`; None if the spec cannot be parsed.
         written: The status in `raw`; an empty status if it cannot be parsed.
@@ -44,6 +46,7 @@ class JobView:
     """
 
     key: Key
+    packed: Object
     raw: Object
     parsed: FineTuneJob | None
     written: FineTuneJobStatus
@@ -111,7 +114,7 @@ class JobView:
     @property
     def is_ours(self) -> bool:
         """Whether `spec.managedBy` names this controller."""
-        return bool(self.raw["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)
+        return is_ours(self.raw)
 
     def with_status(self, status: FineTuneJobStatus) -> "JobView":
         """Return the job with another status that is not written yet."""
@@ -131,9 +134,14 @@ class JobView:
         return self.with_status(attempts.with_handle(self.status, handle))
 
 
-def read_job(raw: Object, memory: JobMemory | None = None) -> JobView:
-    """Parse an object of the API server, which has its defaults."""
-    key, memory = key_of(raw), memory or JobMemory()
+def is_ours(obj: Object) -> bool:
+    """Whether `spec.managedBy` of an object, packed or not, names this controller."""
+    return bool(obj["spec"].get("managedBy", MANAGED_BY) == MANAGED_BY)
+
+
+def read_job(obj: Object, memory: JobMemory | None = None) -> JobView:
+    """Parse an object of the API server, packed or not, which has its defaults."""
+    key, raw, memory = key_of(obj), unpack(obj), memory or JobMemory()
     try:
         job = FineTuneJob.model_validate(raw)
     except ValidationError as error:
@@ -143,8 +151,8 @@ def read_job(raw: Object, memory: JobMemory | None = None) -> JobView:
         text = "; ".join(str(problem) for problem in problems)
         status = _read_status(raw)
         rejection = Rejection(Reason.INVALID_SPEC, text)
-        return JobView(key, raw, None, status, status, memory, rejection)
-    return JobView(key, raw, job, job.status, job.status, memory)
+        return JobView(key, obj, raw, None, status, status, memory, rejection)
+    return JobView(key, obj, raw, job, job.status, job.status, memory)
 
 
 def _read_status(raw: Object) -> FineTuneJobStatus:
@@ -154,8 +162,30 @@ def _read_status(raw: Object) -> FineTuneJobStatus:
         return FineTuneJobStatus()
 
 
+_VIEWS_BYTES = 2**21
+_VIEW_BYTES = 2**12  # of a view, besides its text
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A job that has been read.
+
+    Attributes:
+        uid: Uid of the job.
+        backend: Name of its backend.
+        memory: Its in-memory state.
+    """
+
+    uid: str
+    backend: str
+    memory: JobMemory
+
+
 class JobIndex:
-    """Jobs of the cache, each parsed once per object and planned once per spec.
+    """Jobs of the cache, each planned once per spec.
+
+    The jobs read last are retained parsed, up to `_VIEWS_BYTES` of JSON text. A parsed job takes
+    about ten times the memory of its text, and a reconcile reads its job several times.
 
     Args:
         find: Returns the object of a job.
@@ -165,34 +195,57 @@ class JobIndex:
     def __init__(self, find: Callable[[Key], Object | None], backends: Backends) -> None:
         self._find = find
         self._backends = backends
-        self._views: dict[Key, JobView] = {}
+        self._known: dict[Key, _Known] = {}
+        self._views: dict[Key, JobView] = {}  # ordered by last use
+        self._views_bytes = 0
 
     def get(self, key: Key) -> JobView | None:
         """Return the job as the cache has it now, with the handle of its newest attempt."""
-        raw, view = self._find(key), self._views.get(key)
-        if view is not None and (raw is None or raw["metadata"]["uid"] != view.uid):
-            self.forget(view)
-            view = None
-        if raw is None:
+        obj, known = self._find(key), self._known.get(key)
+        if known is not None and (obj is None or obj["metadata"]["uid"] != known.uid):
+            self._forget(key, known.backend, known.uid)
+            known = None
+        if obj is None:
             return None
-        if view is None or view.raw is not raw:
-            view = self._views[key] = read_job(raw, view.memory if view is not None else None)
+        view = self._take(key)
+        if view is None or view.packed is not obj:
+            view = read_job(obj, known.memory if known is not None else None)
+        self._known[key] = _Known(view.uid, view.backend, view.memory)
+        self._retain(view)
         return view.with_known_handle()
 
     def is_current(self, view: JobView) -> bool:
         """Whether the cache still has the object that the view was built from."""
-        return self._find(view.key) is view.raw
+        return self._find(view.key) is view.packed
 
     def is_new(self, key: Key) -> bool:
         """Whether the job does not have a status yet."""
-        raw = self._find(key)
-        return raw is not None and not (raw.get("status") or {}).get("observedGeneration")
+        obj = self._find(key)
+        return obj is not None and not (obj.get("status") or {}).get("observedGeneration")
 
     def forget(self, view: JobView) -> None:
         """Drop the memory of a job that is finished or gone, here and in its backend."""
-        self._views.pop(view.key, None)
+        self._forget(view.key, view.backend, view.uid)
+
+    def _forget(self, key: Key, backend: str, uid: str) -> None:
+        self._known.pop(key, None)
+        self._take(key)
         with contextlib.suppress(FineTuneError):  # a backend that cannot be used has no memory
-            self._backends.get(view.backend).forget(view.uid)
+            self._backends.get(backend).forget(uid)
+
+    def _take(self, key: Key) -> JobView | None:
+        """Remove and return the parsed job, if it is retained."""
+        if (view := self._views.pop(key, None)) is not None:
+            self._views_bytes -= size_of(view.packed) + _VIEW_BYTES
+        return view
+
+    def _retain(self, view: JobView) -> None:
+        """Retain a parsed job, and drop those that were used longest ago, with their plans."""
+        self._views[view.key] = view
+        self._views_bytes += size_of(view.packed) + _VIEW_BYTES
+        while self._views_bytes > _VIEWS_BYTES and len(self._views) > 1:
+            if (oldest := self._take(next(iter(self._views)))) is not None:
+                oldest.memory.plan = None
 
     def plan(self, view: JobView) -> Plan | Rejection:
         """Return the job's plan, which depends on the spec alone."""

@@ -27,6 +27,10 @@ _LATE_SECONDS = 2.0  # grace after server_timeout before we close the watch
 _NEXT_REQUEST_GRACE_SECONDS = 5.0  # between a response and the request that must follow it
 _CHECK_SECONDS = 0.5
 
+_METADATA_ONLY = (
+    "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io, application/json"
+)
+
 _THREAD = "kopf"
 
 
@@ -54,7 +58,7 @@ class KopfThread:
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
-        """Start to watch; first comes one event for each existing object."""
+        """Start to watch; the first event is the one after a list."""
         self._expect(self._longest_pause)
         self._thread.start()
 
@@ -163,10 +167,15 @@ class KopfThread:
         """Send a request with the current token, which is renewed on disk while kopf runs."""
         request.headers.update(await self._access.headers())
         self._call(self._note_request, request.url.path)
+        is_list = self._known(request.url.path) and "watch" not in request.url.query
+        if is_list:
+            request.headers["Accept"] = _METADATA_ONLY
         status = 0
         try:
             response = await handler(request)
             status = response.status
+            if is_list and status < 400:
+                self._call(self._forward, None, None)
             return response
         finally:
             self._call(self._note_response, request.url.path, status)
@@ -203,7 +212,7 @@ class KopfThread:
         obj.networking.request_timeout = self._options.request_seconds
         obj.watching.server_timeout = self._options.watch_seconds
         obj.watching.client_timeout = self._watch_seconds
-        obj.watching.chunk_size = 500
+        obj.watching.chunk_size = 1  # objects of lists are dropped
         obj.persistence.diffbase_storage = _NoDiffs()
         obj.queueing.idle_timeout = 0.2  # lifetime of a worker task after its last event
         obj.scanning.disabled = True
@@ -216,7 +225,7 @@ class KopfThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _forward(self, kind: str | None, obj: Object) -> None:
+    def _forward(self, kind: str | None, obj: Object | None) -> None:
         self._on_event(kind, obj)
 
 
@@ -243,5 +252,5 @@ def join_threads(seconds: float) -> None:
             thread.join(seconds)
 
 
-def _ignore(kind: str | None, obj: Object) -> None:
+def _ignore(kind: str | None, obj: Object | None) -> None:
     """Drop an event that was in flight when the thread was stopped."""

@@ -1,7 +1,7 @@
-"""Responses of the API server as kopf reads them: cut to the depth that `kube/decoding.py` permits.
+"""Responses of the API server as kopf reads them: lists without objects, and events without depth.
 
-kopf decodes a list with `ClientResponse.json` and each line of a watch with `json.loads`, which
-fails on deep objects. Without an event of theirs, kopf would end and list again indefinitely.
+kopf decodes each line of a watch with `json.loads`, which fails on objects that are deeper than
+`kube/decoding.py` permits. kopf would end and list again indefinitely.
 """
 
 from collections.abc import AsyncIterator
@@ -17,8 +17,15 @@ class CutResponse(aiohttp.ClientResponse):
     """A response without deep subtrees."""
 
     async def json(self, **_: Any) -> Any:
-        """Return the decoded body."""
-        return decode(await self.read(), IN_LIST)
+        """Return the decoded body; of a list only its version, as if it were empty.
+
+        kopf continues with a watch from that version. `Resync` lists the objects.
+        """
+        body = decode(await self.read(), IN_LIST)
+        if isinstance(body, dict) and "items" in body:
+            version = (body.get("metadata") or {}).get("resourceVersion")
+            return {**body, "items": [], "metadata": {"resourceVersion": version}}
+        return body
 
     async def start(self, connection: Connection) -> aiohttp.ClientResponse:
         """Read the headers."""

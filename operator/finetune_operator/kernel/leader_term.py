@@ -30,8 +30,9 @@ from finetune_operator.kernel.settings import Settings
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
+from finetune_operator.kube.packed_jobs import pack
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object, Resource
-from finetune_operator.kube.watch import Watch, trim_metadata
+from finetune_operator.kube.watch import Watch
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
 from finetune_operator.metrics.page import QueueNow, Snapshot
@@ -246,13 +247,14 @@ class LeaderTerm:
         if self._events is not None:
             self._events.stop()
 
-    def _on_event(self, kind: str | None, obj: Object) -> None:
-        trimmed = trim_metadata(obj)
-        changed = self._jobs.remove(trimmed) if kind == "DELETED" else self._jobs.put(trimmed)
-        if changed:
-            self._queue.add(key_of(trimmed))
-        if kind is None and self._is_synced:
-            # After missed events kopf lists again, which does not show deletions.
+    def _on_event(self, kind: str | None, obj: Object | None) -> None:
+        if obj is not None:
+            job = pack(obj)
+            changed = self._jobs.remove(job) if kind == "DELETED" else self._jobs.put(job)
+            if changed:
+                self._queue.add(key_of(job))
+        if obj is None or (kind is None and self._is_synced):
+            # After missed events the source lists again, which does not show deletions.
             self._resync.missed_events.set()
 
     def _backend_of(self, key: Key) -> str:

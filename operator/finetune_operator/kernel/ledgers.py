@@ -12,12 +12,12 @@ from finetune_operator.api.v1alpha1 import FineTuneJobStatus
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.base import Observation
 from finetune_operator.kernel.jobs import JobView
-from finetune_operator.kube.cache import Key
+from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.resources import Object
 from finetune_operator.metrics import catalogue
 from finetune_operator.metrics.counts import Counts
 from finetune_operator.metrics.job_values import JobNow
-from finetune_operator.reconcile.conditions import is_finished, parse_rfc3339
+from finetune_operator.reconcile.conditions import ConditionType, is_finished, parse_rfc3339
 from finetune_operator.reconcile.ledger import Ledger, accrue_until, apply_report, apply_status
 from finetune_operator.reconcile.saved_ledger import restored, saved
 from finetune_trainer.config import Progress
@@ -34,7 +34,7 @@ class _Entry:
     """Ledger of one job.
 
     Attributes:
-        obj: Object of the job.
+        obj: Object of the job, packed (see `pack`).
         report: Last report of rank 0; only if its page cannot be scraped.
     """
 
@@ -56,7 +56,7 @@ class LedgerBook:
         self._counts = counts
         self._now = now
         self._entries: dict[Key, _Entry] = {}
-        self._ended: dict[Key, datetime] = {}  # ordered by time
+        self._ended: dict[Key, datetime] = {}
         self._deleted: dict[Key, tuple[_Entry, datetime]] = {}
 
     def prepare(self, backend: str) -> None:
@@ -139,15 +139,25 @@ class LedgerBook:
         self._deleted[key] = (entry, now)
         self._drop_old()
 
-    def now_of(self, view: JobView) -> JobNow | None:
-        """Return the figures of a job for the metrics page; None if it finished too long ago."""
-        now, status = self._now(), view.written
-        ended = status.completion_time if is_finished(status) else None
-        if ended is not None and now - parse_rfc3339(ended) > ENDED_SHOWN:
+    def now_of(self, obj: Object, read: Callable[[Key], JobView | None]) -> JobNow | None:
+        """Return the figures of a job for the metrics page; None if it finished too long ago.
+
+        Args:
+            obj: The job, packed (see `pack`).
+            read: Returns the job, parsed; called once per job that has no ledger yet.
+        """
+        now, ended = self._now(), _end_of(obj)
+        if ended is not None and now - ended > ENDED_SHOWN:
             return None
-        entry = self._new_entry(view) if ended is not None else self._entry(view)
-        report = entry.report if view.attempt is not None else None
-        return JobNow(view.raw, accrue_until(entry.ledger, now), now, report)
+        key, entry = key_of(obj), self._entries.get(key_of(obj))
+        if entry is None or entry.uid != obj["metadata"]["uid"]:
+            if (view := read(key)) is None:
+                return None
+            entry = self._entry(view)
+            if ended is not None:
+                self._ended[key] = ended
+        entry.obj = obj
+        return JobNow(obj, accrue_until(entry.ledger, now), now, entry.report)
 
     def deleted(self) -> Iterator[JobNow]:
         """Yield the figures of recently deleted jobs for the metrics page."""
@@ -161,14 +171,14 @@ class LedgerBook:
         if entry is None or entry.uid != view.uid:
             self.remove(view.key)
             entry = self._entries[view.key] = self._new_entry(view)
-        entry.obj = view.raw
+        entry.obj = view.packed
         return entry
 
     def _new_entry(self, view: JobView) -> _Entry:
         """Return the ledger in the status of a job."""
         created = parse_rfc3339(view.raw["metadata"]["creationTimestamp"])
         gpus = view.written.nodes.ready * _gpus_per_node(view.raw)
-        return _Entry(view.raw, view.uid, restored(view.written, created, gpus, self._now()))
+        return _Entry(view.packed, view.uid, restored(view.written, created, gpus, self._now()))
 
     def _count_end(self, backend: str, phase: JobPhase, ledger: Ledger) -> None:
         self._counts.add(catalogue.ENDS, backend, phase.value)
@@ -182,14 +192,26 @@ class LedgerBook:
     def _drop_old(self) -> None:
         now = self._now()
         for key, when in list(self._ended.items()):
-            if now - when <= ENDED_SHOWN:
-                break
-            del self._ended[key]
-            self._entries.pop(key, None)
+            if now - when > ENDED_SHOWN:
+                del self._ended[key]
+                self._entries.pop(key, None)
         for key, (_, when) in list(self._deleted.items()):
             if now - when <= DELETED_SHOWN:
                 break
             del self._deleted[key]
+
+
+def _end_of(obj: Object) -> datetime | None:
+    """Return the time at which a job, packed or not, has finished; None if it has not."""
+    status = obj.get("status") or {}
+    types = [
+        condition["type"]
+        for condition in status.get("conditions") or ()
+        if condition["status"] == "True"
+    ]
+    is_final = ConditionType.COMPLETE in types or ConditionType.FAILED in types
+    ended = status.get("completionTime") if is_final else None
+    return parse_rfc3339(ended) if ended else None
 
 
 def _gpus_per_node(obj: Object) -> int:

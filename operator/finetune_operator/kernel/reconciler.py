@@ -23,7 +23,7 @@ from finetune_operator.kernel.events import EventPoster, warning
 from finetune_operator.kernel.finalizer import Finalizer
 from finetune_operator.kernel.folders import FolderBook
 from finetune_operator.kernel.informer import NotShown
-from finetune_operator.kernel.jobs import JobIndex, JobView
+from finetune_operator.kernel.jobs import JobIndex, JobView, is_ours
 from finetune_operator.kernel.kept_in_git import recreation
 from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.queue import AT_ONCE, NEVER, SHORTEST_WAIT_SECONDS, Result
@@ -36,7 +36,7 @@ from finetune_operator.kernel.verbs import (
     unreadable,
     unseen,
 )
-from finetune_operator.kube.cache import Key, ObjectCache, key_of
+from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import FINALIZER
 from finetune_operator.metrics.counts import Counts
@@ -112,10 +112,7 @@ class Reconciler:
     def jobs_now(self) -> Iterator[JobNow]:
         """Yield the figures of each of our jobs for the metrics page."""
         for obj in self._cache:
-            view = self._index.get(key_of(obj))
-            if view is None or not view.is_ours:
-                continue
-            if (now := self._ledgers.now_of(view)) is not None:
+            if is_ours(obj) and (now := self._ledgers.now_of(obj, self._index.get)) is not None:
                 yield now
         yield from self._ledgers.deleted()
 

@@ -16,8 +16,8 @@ from finetune_operator.kernel.informers import Place, name_in
 from finetune_operator.kube.api_errors import ApiError, ForbiddenError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
+from finetune_operator.kube.packed_jobs import pack
 from finetune_operator.kube.resources import FINE_TUNE_JOBS
-from finetune_operator.kube.watch import trim_metadata
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Resync:
 
     async def _list(self, place: Place) -> None:
         try:
-            listing = await self._client.list(FINE_TUNE_JOBS, place, trim=trim_metadata)
+            listing = await self._client.list(FINE_TUNE_JOBS, place, trim=pack)
         except ForbiddenError as error:
             if place not in self._forbidden:
                 log.warning("list forbidden", extra=_about(place, error=str(error)))

@@ -22,8 +22,8 @@ from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kube.api_errors import ConflictError, NotFoundError
 from finetune_operator.kube.cache import Key, ObjectCache
 from finetune_operator.kube.client import KubeClient, merge_patch
+from finetune_operator.kube.packed_jobs import pack
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
-from finetune_operator.kube.watch import trim_metadata
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, parse_rfc3339
 
@@ -142,7 +142,7 @@ class StatusWriter:
             )
         except (ConflictError, NotFoundError) as error:
             raise StaleError from error
-        self._cache.put(trim_metadata(patched))
+        self._cache.put(pack(patched))
         return self._index.get(view.key) or view
 
     async def delete(self, view: JobView) -> None:
@@ -165,7 +165,7 @@ class StatusWriter:
             if (cached := self._cache.get(key)) is not None:
                 self._cache.remove(cached)
         else:
-            self._cache.put(trim_metadata(obj))
+            self._cache.put(pack(obj))
 
     def _note_reasons(self, view: JobView, written: FineTuneJobStatus) -> None:
         """Remember when these reasons were written; forget those written longest ago."""

@@ -2,6 +2,7 @@
 
     KubeError
     ├── KubeConfigError         no cluster is configured, or its configuration cannot be read
+    ├── LargePageError          a page of a list with more bytes than allowed; `list` asks for less
     ├── NotLeadingError         a write by a replica that does not lead or no longer leads
     └── ApiError                an error response; status, reason, message
         ├── NotFoundError       404
@@ -28,6 +29,10 @@ class KubeError(FineTuneError):
 
 class KubeConfigError(KubeError):
     """No cluster is configured, or its configuration cannot be read."""
+
+
+class LargePageError(KubeError):
+    """A page of a list has more bytes than allowed."""
 
 
 class NotLeadingError(KubeError):

@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 import orjson
 
-from finetune_operator.kube.api_errors import ApiError, NotFoundError, UnavailableError, error_of
+from finetune_operator.kube.api_errors import (
+    ApiError,
+    LargePageError,
+    NotFoundError,
+    UnavailableError,
+    error_of,
+)
 from finetune_operator.kube.decoding import IN_EVENT, decode
 from finetune_operator.kube.resources import PODS, Object, Resource
 from finetune_operator.kube.watch import Trim
@@ -30,7 +36,9 @@ class ClientOptions:
         connections: Maximum concurrent requests, without watches and followed logs.
         request_seconds: Timeout of a request, which then raises UnavailableError.
         silence_seconds: Maximum silence of a watch; bookmarks arrive about once a minute.
-        page: Objects per page of a list.
+        page: Most objects per page of a list.
+        page_bytes: Most bytes of a page with more than one object. Decoded objects take up to 30
+            times the memory of their text, and their authors choose their size.
         seconds_to_write: Returns the time left in which this process may write. It is the timeout
             of every write; at 0 or less the write is refused. None: no limit.
         user_agent: Name of the caller in the API server's audit log.
@@ -40,6 +48,7 @@ class ClientOptions:
     request_seconds: float = 20.0
     silence_seconds: float = 150.0
     page: int = 500
+    page_bytes: int = 2**22
     seconds_to_write: Callable[[], float] | None = None
     user_agent: str = "finetune-operator"
 
@@ -93,6 +102,7 @@ class Call:
         verb: RBAC verb, or `log` for the log of a pod.
         path: URL path without the host.
         body: JSON; None for no body.
+        max_bytes: Most bytes of the response; None for no limit.
     """
 
     verb: str
@@ -100,6 +110,7 @@ class Call:
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
+    max_bytes: int | None = None
 
     def __str__(self) -> str:
         """Return `VERB PATH`, for messages."""
@@ -121,7 +132,11 @@ class KubeClient(ABC):
 
     @abstractmethod
     async def exchange(self, call: Call) -> Object:
-        """Send a request and return the object in the response; streams use `lines` instead."""
+        """Send a request and return the object in the response; streams use `lines` instead.
+
+        Raises:
+            LargePageError: the response has more than `max_bytes`.
+        """
 
     @abstractmethod
     def lines(self, call: Call, *, is_patient: bool = False) -> AsyncIterator[bytes]:
@@ -155,19 +170,27 @@ class KubeClient(ABC):
     ) -> Listing:
         """Return all objects, read page by page; None as namespace means all namespaces.
 
+        A page with too many bytes is requested again with half of the objects.
+
         Raises:
             GoneError: the continue token expired before the last page; list again.
             NotFoundError: the kind is not served.
         """
         items: list[Object] = []
-        query: dict[str, str] = {"limit": str(self.options.page)}
+        query, limit = dict[str, str](), self.options.page
         if label_selector:
             query["labelSelector"] = label_selector
         if field_selector:
             query["fieldSelector"] = field_selector
         path = resource.path(namespace)
         while True:
-            page = await self._send("list", resource, path, query=query)
+            query["limit"] = str(limit)
+            max_bytes = self.options.page_bytes if limit > 1 else None
+            try:
+                page = await self.exchange(Call("list", resource, path, query, None, max_bytes))
+            except LargePageError:
+                limit = max(1, limit // 2)
+                continue
             items += map(trim, page["items"]) if trim else page["items"]
             if not (token := page["metadata"].get("continue")):
                 return Listing(items, page["metadata"]["resourceVersion"])

@@ -11,7 +11,12 @@ from typing import Literal, Self
 import aiohttp
 import orjson
 
-from finetune_operator.kube.api_errors import ApiError, NotLeadingError, UnauthorizedError
+from finetune_operator.kube.api_errors import (
+    ApiError,
+    LargePageError,
+    NotLeadingError,
+    UnauthorizedError,
+)
 from finetune_operator.kube.client import Call, ClientOptions, KubeClient, error_in, no_response
 from finetune_operator.kube.config import ClusterAccess, load_access
 from finetune_operator.kube.decoding import IN_LIST, decode
@@ -100,7 +105,7 @@ class HttpClient(KubeClient):
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
                 status = response.status
-                body = await response.read()
+                body = await _read(response, call)
                 if status < 400:
                     obj: Object = decode(body, IN_LIST if call.verb == "list" else 0)
                     return obj
@@ -217,6 +222,22 @@ async def _raise_refusal(
         body = _status_object(await response.read())
         raise error_in(response.status, body, response.headers.get("Retry-After"))
     return response
+
+
+async def _read(response: aiohttp.ClientResponse, call: Call) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        LargePageError: The body is too large; the caller has to close the connection.
+    """
+    if call.max_bytes is None:
+        return await response.read()
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > call.max_bytes:
+            raise LargePageError(f"{call} returns more than {call.max_bytes} bytes")
+    return bytes(body)
 
 
 def _status_object(body: bytes) -> Object:

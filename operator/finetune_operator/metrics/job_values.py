@@ -1,11 +1,12 @@
 """Values of the metrics of one job, from its object and its ledger."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from finetune_operator.api.v1alpha1.status import JobPhase
+from finetune_operator.kube.packed_jobs import unpack
 from finetune_operator.kube.resources import Object
 from finetune_operator.metrics import catalogue
 from finetune_operator.reconcile.conditions import parse_rfc3339
@@ -16,15 +17,19 @@ from finetune_trainer.config.metrics import Metric
 Series = Iterator[tuple[tuple[str, ...], float]]
 
 
+_SPEC_SHOWN = ("backend", "model", "queue", "topology")
+_STATUS_SHOWN = (*("attempts", "checkpoint", "ledger", "phase", "plan", "progress", "suspects"),)
+
+
 @dataclass(frozen=True)
 class JobNow:
     """State of a job at the moment of a scrape.
 
     Attributes:
-        obj: Object of the job.
+        obj: Object of the job, packed (see `pack`) or not.
         ledger: Ledger of the job at that moment.
         now: That moment.
-        report: Last report of rank 0 of the open attempt, if its page cannot be scraped.
+        report: Last report of rank 0, if its page cannot be scraped.
     """
 
     obj: Object
@@ -37,6 +42,21 @@ class JobNow:
         """Values of the labels `catalogue.OF_JOB`."""
         metadata = self.obj["metadata"]
         return metadata.get("namespace", ""), metadata["name"]
+
+    def unpacked(self) -> "JobNow":
+        """Return the state with the decoded fields of the object that metrics show, and no others.
+
+        A report of an attempt that has ended is dropped. Not called on the event loop, because the
+        whole object is decoded.
+        """
+        obj = unpack(self.obj)
+        spec = {name: value for name, value in obj["spec"].items() if name in _SPEC_SHOWN}
+        status = _part(obj, "status")
+        status = {name: value for name, value in status.items() if name in _STATUS_SHOWN}
+        status["attempts"] = newest = (status.get("attempts") or [])[-1:]
+        is_open = bool(newest) and not newest[0].get("endTime")
+        obj = {"metadata": self.obj["metadata"], "spec": spec, "status": status}
+        return replace(self, obj=obj, report=self.report if is_open else None)
 
     def series(self, metric: Metric) -> Series:
         """Yield the series of a metric: values of the labels after the job's, and the value."""

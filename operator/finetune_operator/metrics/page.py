@@ -5,7 +5,7 @@ longer than the event loop may be blocked. Only `render` imports prometheus-clie
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from finetune_operator import __version__
@@ -58,6 +58,7 @@ def render(snapshot: Snapshot) -> bytes:
         def collect(self) -> "Iterator[Family]":
             yield self.family
 
+    snapshot = replace(snapshot, jobs=[job.unpacked() for job in snapshot.jobs])
     # One metric at a time: the lines of all metrics at once would take three times the memory of
     # the page.
     return b"".join([generate_latest(Single(family)) for family in _families(snapshot)])

@@ -5,6 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune_operator.kube.packed_jobs import unpack
 from finetune_operator.metrics.job_values import JobNow
 from finetune_operator.reconcile.conditions import parse_rfc3339
 from support.kernel.kernel_world import HAPPENINGS, Crash, happen
@@ -55,7 +56,7 @@ def test_the_ledger_sums_to_the_age_of_the_job_at_any_moment(
                 world.heal()
                 if (now := shown(world)) is not None:
                     check(now)
-                    written = now.obj.get("status") or {}
+                    written = unpack(now.obj).get("status") or {}
                     if written.get("completionTime"):
                         ended = ended or dict(written["ledger"]["time"])
                         assert ended == written["ledger"]["time"]
