@@ -108,6 +108,7 @@ class FollowedJobs:
                     version = listing.resource_version
                     for obj in listing.items:
                         self._on_event(None, obj)
+                    del listing  # not retained during the watch
                 watch = self._client.watch(
                     FINE_TUNE_JOBS,
                     place,

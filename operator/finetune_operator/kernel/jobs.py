@@ -162,7 +162,7 @@ def _read_status(raw: Object) -> FineTuneJobStatus:
         return FineTuneJobStatus()
 
 
-_VIEWS_BYTES = 2**21
+_VIEWS_BYTES = 2**19
 _VIEW_BYTES = 2**12  # of a view, besides its text
 
 

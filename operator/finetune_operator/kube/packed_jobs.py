@@ -39,7 +39,8 @@ def pack(obj: Object) -> Object:
         "metadata": _some(obj["metadata"], _METADATA),
         "spec": {**_some(spec, _SPEC), "backend": _backend(backend_name(spec.get("backend")))},
         "status": {**_some(status, _STATUS), "conditions": conditions},
-        "text": orjson.dumps(trim_metadata(obj)),
+        # A copy, because the buffer of orjson is up to twice as large as the text.
+        "text": bytes(memoryview(orjson.dumps(trim_metadata(obj)))),
     }
 
 

@@ -1,14 +1,18 @@
 """The operator as a real process on an API server: from apply to Complete, and its budget."""
 
 import asyncio
+import gc
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
 
+from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kernel.run import operate
 from finetune_operator.kernel.settings import Settings
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.resources import CONFIG_MAPS, LEASES
 from finetune_operator.kube.watch import Watch
 from finetune_operator.reconcile.decide import RECHECK_SECONDS
@@ -323,3 +327,51 @@ def test_an_operator_that_a_fault_ends_gives_its_lease_back(api: Api) -> None:
         assert lease is not None
         assert lease["spec"]["holderIdentity"] == ""
         assert lease["spec"]["leaseTransitions"] == 0
+
+
+def test_the_caches_of_a_term_are_freed_once_the_lease_is_lost(api: Api) -> None:
+    with api.namespace("lost") as namespace:
+        settings = Settings(
+            kubeconfig=api.kubeconfig,
+            lease_namespace=namespace,
+            health_host="127.0.0.1",
+            health_port=0,
+            lease_seconds=3,
+            renew_deadline_seconds=2,
+            renew_seconds=0.2,
+        )
+        gc.collect()
+        gc.disable()  # as rarely as it runs in an operator
+        try:
+            held, left = asyncio.run(_lose_lease(settings, namespace))
+        finally:
+            gc.enable()
+        assert held == 1
+        assert left == 0
+
+
+async def _lose_lease(settings: Settings, namespace: str) -> tuple[int, int]:
+    """Return the numbers of terms in memory before and after another replica took the Lease."""
+    stop = asyncio.Event()
+    operator = asyncio.create_task(operate(settings, stop, backends={"fake": FakeBackend()}))
+    async with await HttpClient.connect(settings.kubeconfig) as client:
+        await _until(lambda: len(_terms()) == 1)
+        held = len(_terms())
+        lost = {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 60}}
+        await client.patch(LEASES, settings.lease_name, namespace, lost)
+        with suppress(TimeoutError):
+            await _until(lambda: not _terms())
+        left = len(_terms())
+    stop.set()
+    await operator
+    return held, left
+
+
+async def _until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.1)
+
+
+def _terms() -> list[object]:
+    return [obj for obj in gc.get_objects() if isinstance(obj, LeaderTerm)]

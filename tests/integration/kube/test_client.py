@@ -88,6 +88,24 @@ def test_a_list_comes_in_pages_and_only_with_its_label(api: Api, namespace: str)
     assert {f"page-{number}" for number in range(5)} <= set(api.run(work()))
 
 
+def test_a_page_with_too_many_bytes_is_requested_with_fewer_objects(
+    api: Api, namespace: str
+) -> None:
+    async def work() -> list[int]:
+        options = ClientOptions(page_bytes=50_000)
+        async with await HttpClient.connect(api.kubeconfig, options) as client:
+            for number in range(6):
+                large = config_map(f"large-{number}", big="x" * 20_000)
+                await client.create(CONFIG_MAPS, large, namespace)
+            huge = config_map("large-huge", big="x" * 200_000)  # more than a page has alone
+            await client.create(CONFIG_MAPS, huge, namespace)
+            listing = await client.list(CONFIG_MAPS, namespace)
+            found = [one for one in listing.items if one["metadata"]["name"].startswith("large")]
+            return sorted(len(one["data"]["big"]) for one in found)
+
+    assert api.run(work()) == [20_000] * 6 + [200_000]
+
+
 def test_a_watch_goes_on_from_a_version_and_ends_in_its_time(api: Api, namespace: str) -> None:
     async def work() -> list[WatchEvent]:
         client = api.client
