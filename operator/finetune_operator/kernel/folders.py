@@ -29,7 +29,7 @@ _Rank = tuple[bool, str, str, str]
 
 @dataclass(slots=True)
 class _Entry:
-    """Folders of one job, and what the arbitration needs to know about the job.
+    """Folders of one job, and the facts of the job that the arbitration needs.
 
     Attributes:
         packed: Newest version of the job in the cache.

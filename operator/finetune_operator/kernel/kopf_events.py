@@ -58,7 +58,7 @@ class KopfThread:
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
-        """Start to watch; the first event is the one after a list."""
+        """Start to watch; the first event reports a list."""
         self._expect(self._longest_pause)
         self._thread.start()
 

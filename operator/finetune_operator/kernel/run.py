@@ -173,6 +173,7 @@ class _Process:
                 await _free_term()
 
     async def _lead(self, client: KubeClient, ability: Ability) -> None:
+        gc.collect()  # an earlier term whose last calls had not ended when it was freed
         self._term = self._make_term(client, on_refused=ability.recheck)
         try:
             await self._term.run()

@@ -333,6 +333,7 @@ def test_the_caches_of_a_term_are_freed_once_the_lease_is_lost(api: Api) -> None
     with api.namespace("lost") as namespace:
         settings = Settings(
             kubeconfig=api.kubeconfig,
+            namespaces=(namespace,),
             lease_namespace=namespace,
             health_host="127.0.0.1",
             health_port=0,
@@ -341,7 +342,7 @@ def test_the_caches_of_a_term_are_freed_once_the_lease_is_lost(api: Api) -> None
             renew_seconds=0.2,
         )
         gc.collect()
-        gc.disable()  # as rarely as it runs in an operator
+        gc.disable()  # an operator runs it rarely
         try:
             held, left = asyncio.run(_lose_lease(settings, namespace))
         finally:
