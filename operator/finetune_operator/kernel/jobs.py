@@ -240,7 +240,7 @@ class JobIndex:
         return view
 
     def _retain(self, view: JobView) -> None:
-        """Retain a parsed job, and drop those that were used longest ago, with their plans."""
+        """Retain a parsed job, and drop the least recently used ones with their plans."""
         self._views[view.key] = view
         self._views_bytes += size_of(view.packed) + _VIEW_BYTES
         while self._views_bytes > _VIEWS_BYTES and len(self._views) > 1:

@@ -100,8 +100,8 @@ def test_a_page_with_too_many_bytes_is_requested_with_fewer_objects(
             huge = config_map("large-huge", big="x" * 200_000)  # more than a page has alone
             await client.create(CONFIG_MAPS, huge, namespace)
             listing = await client.list(CONFIG_MAPS, namespace)
-            found = [one for one in listing.items if one["metadata"]["name"].startswith("large")]
-            return sorted(len(one["data"]["big"]) for one in found)
+            found = [obj for obj in listing.items if obj["metadata"]["name"].startswith("large")]
+            return sorted(len(obj["data"]["big"]) for obj in found)
 
     assert api.run(work()) == [20_000] * 6 + [200_000]
 
