@@ -35,4 +35,13 @@ def operator_alerts(windows: Windows) -> tuple[Alert, ...]:
             "{{ $value | humanizePercentage }} of the attempts to reconcile a job failed; each is"
             " tried again.",
         ),
+        Alert(
+            "FineTuneOperatorPageFull",
+            "max by (namespace) (finetune_operator_jobs_not_shown) > 0",
+            windows.long,
+            Severity.WARNING,
+            "The operator's page leaves out jobs.",
+            "The namespace {{ $labels.namespace }} has so many jobs that {{ $value }} of them have"
+            " no metrics.",
+        ),
     )

@@ -82,6 +82,17 @@ BACKLOG = Metric(
     "Jobs that existed when this replica began to lead, and have not been reconciled since.",
     (),
 )
+MAX_SERIES = 25_000
+"""Most series of the jobs of one namespace on the page, enough for 600 jobs."""
+
+JOBS_NOT_SHOWN = Metric(
+    "finetune_operator_jobs_not_shown",
+    MetricType.GAUGE,
+    "jobs",
+    f"Jobs without series, because the jobs of their namespace have {MAX_SERIES} series already; "
+    "absent for other namespaces. Running and older jobs are shown first.",
+    (Label("namespace"),),
+)
 JOB_INFO = Metric(
     "finetune_job_info",
     MetricType.GAUGE,
@@ -219,6 +230,7 @@ OF_OPERATOR = (
     QUEUE_DEPTH,
     QUEUE_OLDEST,
     BACKLOG,
+    JOBS_NOT_SHOWN,
 )
 """Metrics of the operator's own work, in the order of the page."""
 

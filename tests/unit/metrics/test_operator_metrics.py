@@ -1,6 +1,8 @@
 """What the operator declares is what its page has, over the life of a job; in virtual time."""
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,7 +16,7 @@ from finetune_operator.kernel.leader_term import LeaderTerm
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, Resource
 from finetune_operator.metrics import catalogue
-from finetune_operator.metrics.page import Snapshot, render
+from finetune_operator.metrics.page import MAX_LABEL, Snapshot, render
 from finetune_trainer.config import CheckpointRef, Phase, Suspect, SuspectCause
 from finetune_trainer.config.metrics import Metric, MetricType
 from support.api.builders import manifest
@@ -66,15 +68,13 @@ class Lives:
         self.term = LeaderTerm(self.api, settings, listen=FollowedJobs, now=self.api.now)
         self._task = asyncio.create_task(self.term.run())
 
-    async def apply(self, name: str = "tiny", **fields: object) -> None:
+    async def apply(self, name: str = "tiny", namespace: str = "ns", **fields: object) -> None:
         made = manifest(
             name=name,
             backend={"type": self._backend},
-            model__source="hf://a/b",
-            dataset__source="hf://a/c",
-            **fields,
+            **{"model__source": "hf://a/b", "dataset__source": "hf://a/c", **fields},
         )
-        await self.api.create(FINE_TUNE_JOBS, defaulted(made), "ns")
+        await self.api.create(FINE_TUNE_JOBS, defaulted(made), namespace)
         await asyncio.sleep(20)
 
     async def play(self, attempt: str, **data: str) -> None:
@@ -142,7 +142,8 @@ def test_a_life_shows_everything_that_is_declared_and_nothing_else(backend: str)
         ]
         is_scraped = backend == "configmap"
         told = set[Metric]() if is_scraped else set(catalogue.OF_RANK_ZERO)
-        assert seen == told | (set(DECLARED) - set(catalogue.OF_RANK_ZERO))
+        rare = {catalogue.JOBS_NOT_SHOWN}
+        assert seen == told | (set(DECLARED) - set(catalogue.OF_RANK_ZERO) - rare)
         lives.end()
 
     run(live())
@@ -273,3 +274,54 @@ def test_a_scrape_asks_nobody() -> None:
 def test_nobody_can_scrape_what_runs_on_azure_ml() -> None:
     assert not AzureMLBackend.pages_are_scraped
     assert KubernetesBackend.pages_are_scraped
+
+
+CROWD = ("crowd-0", "crowd-1", "crowd-2", "crowd-3")
+
+
+def shown(page: OperatorPage) -> dict[str, int]:
+    """Return the number of series of each job."""
+    return Counter(
+        sample.labels["finetunejob"] for sample in page.samples if "finetunejob" in sample.labels
+    )
+
+
+def test_the_jobs_of_a_namespace_beyond_its_number_of_series_are_counted_instead() -> None:
+    async def work() -> tuple[OperatorPage, OperatorPage]:
+        lives = Lives()
+        for name in CROWD:
+            await lives.apply(name, suspend=True)
+        await lives.apply("alone", "quiet", suspend=True)
+        snapshot = lives.term.snapshot()
+        of_a_job = shown(read_page(render(snapshot).decode()))["alone"]
+        limited = replace(snapshot, max_series=3 * of_a_job - 1)
+        return read_page(render(snapshot).decode()), read_page(render(limited).decode())
+
+    whole, limited = run(work())
+    assert set(shown(whole)) == {*CROWD, "alone"}
+    assert catalogue.JOBS_NOT_SHOWN not in whole.metrics
+    assert set(shown(limited)) == {"crowd-0", "crowd-1", "alone"}
+    assert limited.values(catalogue.JOBS_NOT_SHOWN, "namespace") == {"ns": 2}
+
+
+def test_a_published_number_of_series_suffices_for_600_jobs_of_a_namespace() -> None:
+    async def work() -> OperatorPage:
+        lives = Lives("secluded")
+        await lives.apply()
+        rank = lives.rank()
+        await lives.play("tiny-1", phase="Running", ready="1")
+        await lives.play("tiny-1", **lives.trains(rank, 4))
+        return lives.page()
+
+    assert shown(run(work()))["tiny"] <= catalogue.MAX_SERIES / 600
+
+
+def test_the_value_of_a_label_is_cut() -> None:
+    async def work() -> OperatorPage:
+        lives = Lives()
+        await lives.apply(model__source="hf://a/" + "b" * 400)
+        return lives.page()
+
+    (model,) = run(work()).values(catalogue.JOB_INFO, "model")
+    assert len(model) == MAX_LABEL
+    assert model.endswith("bbb...")
