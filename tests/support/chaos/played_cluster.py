@@ -45,6 +45,7 @@ class PlayedCluster(KubernetesWorld):
         has_scheduler: The scheduler tries to place pods.
         room: Nodes with room for a pod.
         ready_before_start: Returns whether a pod's trainer may start; may report an obstacle.
+        silent: Nodes whose kubelet does nothing any longer; a gang with a pod there does not train.
         late: Attempts in which rank 1 does not come to the rendezvous.
         step: Last optimizer step of the running attempt.
         saved: Step of the newest checkpoint; 0 before the first.
@@ -58,6 +59,7 @@ class PlayedCluster(KubernetesWorld):
         self.page, self._closing = page, closing
         self.has_job_controller = self.has_scheduler = True
         self.late: set[int] = set()
+        self.silent: set[str] = set()
         self.room = NODES
         self.ready_before_start: Callable[[Object], Any] = lambda pod: True
         self.is_operator = False
@@ -67,6 +69,7 @@ class PlayedCluster(KubernetesWorld):
         self._ran_since = self.now
         self._placed: dict[str, int] = {}
         self._told: dict[str, int] = {}
+        self._never_ran: set[int] = set()
         self._seconds = 0
 
     @classmethod
@@ -163,6 +166,7 @@ class PlayedCluster(KubernetesWorld):
                 spec.get("activeDeadlineSeconds") == 1 and not spec.get("suspend")
             )
             failed = any(one["status"]["phase"] == "Failed" for one in pods)
+            failed |= number in self._never_ran
             if stops or failed or spec.get("suspend"):
                 for pod in pods:
                     if is_alive(pod) and "deletionTimestamp" not in pod["metadata"]:
@@ -200,7 +204,11 @@ class PlayedCluster(KubernetesWorld):
         for pod in self.api.objects(PODS):
             name, status = pod["metadata"]["name"], pod.get("status", {})
             number, index = (int(one) for one in name.split("-")[1:])
+            if pod["spec"].get("nodeName") in self.silent:
+                continue
             if not is_alive(pod):
+                if "deletionTimestamp" in pod["metadata"] and not self._has_batch_job(number):
+                    await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
                 continue
             if "deletionTimestamp" in pod["metadata"]:
                 await self._leave(pod, number, index)
@@ -213,6 +221,7 @@ class PlayedCluster(KubernetesWorld):
         """Let a pod save and end, or be gone if it never ran."""
         name = pod["metadata"]["name"]
         if pod["status"].get("phase") != "Running":
+            self._never_ran.add(number)
             await self.api.patch(PODS, name, "ns", {"metadata": {"finalizers": None}})
             return
         self._told.setdefault(name, self._seconds)
@@ -244,13 +253,17 @@ class PlayedCluster(KubernetesWorld):
             text = message.to_json()
         await self.end_pods(number, *indexes, code=code, words=text)
 
+    def _has_batch_job(self, number: int) -> bool:
+        return any(one["metadata"]["name"] == f"tiny-{number}" for one in self.api.objects(JOBS))
+
     def _is_whole(self, number: int) -> bool:
-        phases = [
-            one["status"].get("phase")
+        pods = [
+            one
             for one in self.api.objects(PODS)
             if one["metadata"]["name"].startswith(f"tiny-{number}-")
         ]
-        return phases == ["Running"] * NODES
+        run = [one for one in pods if one["status"].get("phase") == "Running"]
+        return len(run) == NODES and not any(one["spec"]["nodeName"] in self.silent for one in run)
 
     async def _train(self, step: int) -> None:
         number = self.number

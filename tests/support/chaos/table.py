@@ -1,6 +1,6 @@
 """All faults with their truth, as data."""
 
-from support.chaos import kubernetes_faults, shown_elsewhere
+from support.chaos import kubernetes_faults, kubernetes_verdicts, shown_elsewhere
 from support.chaos.case import Case
 
 RECORD = "chaos"
@@ -8,7 +8,11 @@ RECORD = "chaos"
 
 VIRTUAL_TEST = "tests/chaos/test_virtual.py::test_the_status_names_the_fault"
 
-CASES: tuple[Case, ...] = (*kubernetes_faults.CASES, *shown_elsewhere.CASES)
+CASES: tuple[Case, ...] = (
+    *kubernetes_faults.CASES,
+    *kubernetes_verdicts.CASES,
+    *shown_elsewhere.CASES,
+)
 
 
 def test_of(case: Case) -> str:
