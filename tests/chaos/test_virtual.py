@@ -7,9 +7,11 @@ import pytest
 from support.chaos.case import Case
 from support.chaos.life import play
 from support.chaos.played_cluster import PlayedCluster
+from support.chaos.played_workspace import PlayedWorkspace
 from support.chaos.table import CASES, RECORD
 from support.kernel.virtual_time import run
 
+WORLDS = {"kubernetes": PlayedCluster, "azureml": PlayedWorkspace}
 PLAYED = [one for one in CASES if one.inject and not one.not_run]
 
 
@@ -18,8 +20,8 @@ def test_the_status_names_the_fault(
     case: Case, record_property: Callable[[str, object], None]
 ) -> None:
     async def life() -> None:
-        async with PlayedCluster.running() as cluster:
-            outcome = await play(case, cluster)
+        async with WORLDS[case.backend].running() as world:
+            outcome = await play(case, world)
             record_property(RECORD, outcome.as_dict())
 
     run(life())

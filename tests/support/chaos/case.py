@@ -41,6 +41,9 @@ class Truth:
         reason: Reason of the condition Ready while the fault lasts; empty if only the record of the
             attempt names it.
         words: Parts of the sentence that the user reads: the cluster's or the trainer's own words.
+        meanwhile: Parts of the sentence of the condition Ready while the fault lasts, if it differs.
+        cause: Parts of the sentences of Failed and Stalled, one of which each must have; `words` if
+            empty.
         remedy: Part of the sentence of a condition Failed or Stalled that states what to do.
         budget: Which limit the fault counts against.
         resumes: Step from which the next attempt trains, or why there is none.
@@ -52,6 +55,8 @@ class Truth:
     failure: FailureClass | None = None
     reason: str = ""
     words: tuple[str, ...] = ()
+    meanwhile: tuple[str, ...] = ()
+    cause: tuple[str, ...] = ()
     remedy: str = ""
     budget: Budget = Budget.NEITHER
     resumes: int | str = NO_ATTEMPT_ENDS

@@ -51,6 +51,8 @@ async def play(case: Case, cluster: Any) -> Outcome:
             lambda: ready(cluster.status)["reason"] == truth.reason, truth.within + 1
         )
         outcome.seen = ready(cluster.status)["message"]
+        for part in truth.meanwhile:
+            assert part in outcome.seen, f"{part!r} is not in {outcome.seen!r}"
     if case.repair is not None:
         await case.repair(cluster)
         begun = cluster.now
@@ -96,8 +98,8 @@ def check_attempt(truth: Truth, cluster: Any, outcome: Outcome) -> None:
         outcome.seen = outcome.seen or ready(status)["message"]
         assert truth.resumes == NO_ATTEMPT_ENDS
         return
-    first = ended[0]
-    outcome.seen = first["message"]
+    seen = ended[0]["message"]
+    outcome.seen = f"{outcome.seen}. Then: {seen}" if outcome.seen else seen
     if truth.phase is not JobPhase.RUNNING:
         return
     resumed = attempts[1].get("resumedStep", 0)
@@ -121,6 +123,8 @@ def check_end(truth: Truth, cluster: Any, outcome: Outcome) -> None:
         assert part in outcome.seen, f"{part!r} is not in {outcome.seen!r}"
     assert bool(cluster.troubles) == bool(truth.remedy), cluster.troubles
     for reason, message in cluster.troubles:
-        assert any(part in message for part in truth.words), f"{reason} has no cause: {message}"
+        assert any(part in message for part in truth.cause or truth.words), (
+            f"{reason} has no cause: {message}"
+        )
         assert truth.remedy in message, f"{reason} has no remedy: {message}"
     assert cluster.most_alive <= 1

@@ -6,12 +6,10 @@ Once a second each part does its next step, unless a fault prevents it. Faults a
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
 from typing import Any
 
 from finetune_operator.backends.kubernetes.child_names import INDEX_LABEL
 from finetune_operator.backends.kubernetes.finality import has, is_final
-from finetune_operator.errors import FineTuneError
 from finetune_operator.kube.resources import JOBS, PODS, Object
 from finetune_trainer.config import (
     CheckpointRef,
@@ -22,22 +20,17 @@ from finetune_trainer.config import (
     Termination,
     TimeSpent,
 )
+from support.chaos.played_world import EVERY, LOAD_SECONDS, TOTAL_STEPS, PlayedWorld
 from support.cluster.played_pods import ProgressServer
-from support.kernel.kernel_world import KEY, Crash
 from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld
-
-EVERY = 10
-"""Steps between two checkpoints; a step takes a second."""
 
 START_SECONDS = 2
 LEAVE_SECONDS = 2
-LOAD_SECONDS = 5
 WAITS = "1 of 2 ranks have not arrived (1)"
-TOTAL_STEPS = 100_000
 ROOM = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu"
 
 
-class PlayedCluster(KubernetesWorld):
+class PlayedCluster(KubernetesWorld, PlayedWorld):
     """A job of two nodes in a cluster whose parts act by themselves.
 
     Attributes:
@@ -47,11 +40,6 @@ class PlayedCluster(KubernetesWorld):
         ready_before_start: Returns whether a pod's trainer may start; may report an obstacle.
         silent: Nodes whose kubelet does nothing any longer; a gang with a pod there does not train.
         late: Attempts in which rank 1 does not come to the rendezvous.
-        step: Last optimizer step of the running attempt.
-        saved: Step of the newest checkpoint; 0 before the first.
-        lost_steps: Steps of the previous attempt that the running attempt trains again.
-        is_operator: The operator sends requests now, not a part of the cluster.
-        troubles: Messages of the conditions Failed and Stalled while they were True.
     """
 
     def __init__(self, page: ProgressServer, closing: AsyncExitStack) -> None:
@@ -62,9 +50,7 @@ class PlayedCluster(KubernetesWorld):
         self.silent: set[str] = set()
         self.room = NODES
         self.ready_before_start: Callable[[Object], Any] = lambda pod: True
-        self.is_operator = False
-        self.step = self.saved = self.lost_steps = 0
-        self.troubles: list[tuple[str, str]] = []
+        self.begin()
         self._trains = self._resumed = 0
         self._ran_since = self.now
         self._placed: dict[str, int] = {}
@@ -93,68 +79,13 @@ class PlayedCluster(KubernetesWorld):
         """Let the page respond again."""
         await self._closing.enter_async_context(self.page.serving(ADDRESS, self.page.port))
 
-    @property
-    def status(self) -> Object:
-        found: Object = self.job["status"]
-        return found
-
-    @property
-    def number(self) -> int:
-        """Return the number of the newest attempt."""
-        return int(self.status.get("attempt") or 0)
-
-    async def live(self, seconds: float, step: int = 1) -> None:
-        """Let time pass."""
-        for _ in range(0, int(seconds), step):
-            await self._tick(step)
-
-    async def until(self, is_so: Callable[[], bool], limit: float, step: int = 1) -> float:
-        """Let time pass until something is so; return the seconds.
-
-        Raises:
-            AssertionError: It was not so within the limit.
-        """
-        begun = self.now
-        while not is_so():
-            passed = (self.now - begun).total_seconds()
-            assert passed < limit, f"not within {limit:g} s: {self.status}"
-            await self._tick(step)
-        return (self.now - begun).total_seconds()
-
-    async def _tick(self, step: int) -> None:
-        self.now += timedelta(seconds=step)
+    async def act(self, step: int) -> None:
+        """Let controllers, scheduler, nodes and trainers do their next step."""
         self._seconds += step
-        await asyncio.sleep(step)
         await self._control()
         await self._schedule()
         await self._run_nodes()
         await self._train(step)
-        await self.reconcile()
-        for one in self.status.get("conditions", ()):
-            if one["type"] in ("Failed", "Stalled") and one["status"] == "True":
-                trouble = (one["reason"], one["message"])
-                self.troubles += [trouble] if trouble not in self.troubles else []
-
-    async def reconcile(self) -> None:
-        """Reconcile as the operator does after a change; a crash starts the next process."""
-        for _ in range(4):
-            await self.catch_up()
-            self.is_operator = True
-            try:
-                look = await self.reconciler.reconcile(KEY)
-            except FineTuneError as error:
-                if not error.retryable:
-                    raise
-                return
-            except Crash:
-                self.crashes += 1
-                self.start_process()
-                continue
-            finally:
-                self.is_operator = False
-            if look.requeue_seconds != 0:
-                break
-        await self.catch_up()
 
     async def _control(self) -> None:
         for batch_job in self.api.objects(JOBS):

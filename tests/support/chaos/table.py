@@ -1,6 +1,6 @@
 """All faults with their truth, as data."""
 
-from support.chaos import kubernetes_faults, kubernetes_verdicts, shown_elsewhere
+from support.chaos import azureml_faults, kubernetes_faults, kubernetes_verdicts, shown_elsewhere
 from support.chaos.case import Case
 
 RECORD = "chaos"
@@ -11,6 +11,7 @@ VIRTUAL_TEST = "tests/chaos/test_virtual.py::test_the_status_names_the_fault"
 CASES: tuple[Case, ...] = (
     *kubernetes_faults.CASES,
     *kubernetes_verdicts.CASES,
+    *azureml_faults.CASES,
     *shown_elsewhere.CASES,
 )
 

@@ -233,8 +233,8 @@ class Poller:
         pause = error.retry_after or 0.0
         for place in one.places:
             if (first := self._silences.note(place, str(error), pause)) is not None:
-                text = f"{first}; the job continues, and is observed again when Azure ML responds"
-                self._report(place, Obstacle("ServiceSilent", text))
+                text = f"{first}; the job is observed again when Azure ML responds"
+                self._report(place, Obstacle(states.SERVICE_SILENT, text))
         return max(states.poll_interval_seconds(one.view, self._now()), pause)
 
     def _clear_silence(self, one: _Polled) -> None:

@@ -16,6 +16,9 @@ from finetune_trainer.config import Progress, Termination
 
 WAITING_SECONDS, RUNNING_SECONDS, STOPPING_SECONDS = 15.0, 30.0, 5.0
 _FRESH_SECONDS = 60.0
+_NOT_RESPONDING = "NotResponding"
+SERVICE_SILENT = "ServiceSilent"
+"""Reason of an obstacle while a workspace does not respond."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ STATES = {
         15 * 60.0,
         "ask Azure's support to end it while its nodes are allocated",
     ),
-    "NotResponding": Row(
+    _NOT_RESPONDING: Row(
         None,
         Obstacle("NotResponding", "Azure ML receives no response from the job's nodes"),
         15 * 60.0,
@@ -208,16 +211,27 @@ def observation_of(view: AttemptView, now: datetime) -> Observation:
         ended = replace(ended, all_gone=True, disruptions=view.disruptions)
         return replace(ended, progress=newest, checkpoints=view.checkpoints)
     obstacle, wait = _in_the_way(view, now)
+    unheard = _unheard(view)
     return Observation(
         view.phase,
         nodes_ready=view.nodes if view.phase is AttemptPhase.RUNNING else 0,
-        progress=view.progress,
+        progress=None if unheard else view.progress,
+        unheard=unheard,
         checkpoints=view.checkpoints,
         disruptions=view.disruptions,
         obstacle=obstacle,
         warning=view.warning,
         requeue_seconds=wait,
     )
+
+
+def _unheard(view: AttemptView) -> str:
+    """Return why the progress of a running attempt is unknown; empty if it is known."""
+    if view.phase is not AttemptPhase.RUNNING:
+        return ""
+    if view.trouble is not None and view.trouble.reason == SERVICE_SILENT:
+        return f"its workspace does not respond; see {view.url} once it does"
+    return f"its nodes do not respond; see {view.url}" if view.state == _NOT_RESPONDING else ""
 
 
 def _with_sign_of_life(old: AttemptView, report: Report, now: datetime) -> AttemptView:

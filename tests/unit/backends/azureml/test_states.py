@@ -71,7 +71,10 @@ def test_a_state_on_the_way_has_its_phase_and_its_obstacle(state: str) -> None:
 @pytest.mark.parametrize("state", KEEPS)
 def test_a_state_that_says_nothing_of_the_work_keeps_the_phase(state: str) -> None:
     found = observation_of(look("Running", state, report=TRAINS), NOW)
-    assert (found.phase, found.nodes_ready, found.progress) == (P.RUNNING, 2, STEP_7)
+    is_heard = state != "NotResponding"
+    progress = STEP_7 if is_heard else None
+    assert (found.phase, found.nodes_ready, found.progress) == (P.RUNNING, 2, progress)
+    assert bool(found.unheard) != is_heard
 
 
 @pytest.mark.parametrize("state", [*WAITS, *RUNS_ON, *KEEPS])
