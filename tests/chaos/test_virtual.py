@@ -11,7 +11,10 @@ from support.chaos.played_workspace import PlayedWorkspace
 from support.chaos.table import CASES, RECORD
 from support.kernel.virtual_time import run
 
-WORLDS = {"kubernetes": PlayedCluster, "azureml": PlayedWorkspace}
+WORLDS: dict[str, type[PlayedCluster] | type[PlayedWorkspace]] = {
+    "kubernetes": PlayedCluster,
+    "azureml": PlayedWorkspace,
+}
 PLAYED = [one for one in CASES if one.inject and not one.not_run]
 
 

@@ -65,6 +65,12 @@ async def queue_again(workspace: PlayedWorkspace) -> None:
     await workspace.live(60)
 
 
+async def service_restarted(workspace: PlayedWorkspace) -> None:
+    (attempt,) = workspace.status["attempts"]
+    assert attempt["disruptions"] == 1
+    assert workspace.lost_steps == 5
+
+
 def case(fault: str, how: str, truth: Truth, inject: Act, **fields: object) -> Case:
     """Return a case of this backend."""
     return Case(fault, how, truth, inject=inject, backend="azureml", **fields)  # type: ignore[arg-type]
@@ -74,7 +80,11 @@ CASES = (
     case(
         "the workspace does not respond",
         "each request fails",
-        Truth(reason="ServiceSilent", words=("does not respond", "its last report was of step"), within=150),
+        Truth(
+            reason="ServiceSilent",
+            words=("does not respond", "its last report was of step"),
+            within=150,
+        ),
         cut_off,
         repair=connect,
         is_starred=True,
@@ -82,8 +92,12 @@ CASES = (
     case(
         "the nodes do not respond to Azure ML",
         "state NotResponding for 16 minutes",
-        Truth(reason="NotResponding", words=("no response from the job's nodes",),
-              remedy="check its nodes"),
+        Truth(
+            reason="NotResponding",
+            words=("its nodes do not respond", "its last report was of step"),
+            cause=("Azure ML shows the job as NotResponding for more than 15 min",),
+            remedy="check its nodes",
+        ),
         lose_nodes,
         repair=find_nodes,
     ),
@@ -148,7 +162,8 @@ CASES = (
     case(
         "a node is lost, and Azure ML starts the run again",
         "state Queued after Running",
-        Truth(budget=Budget.FREE, words=("attempt 1 trains",)),
+        Truth(words=("attempt 1 trains",)),
         queue_again,
+        check=service_restarted,
     ),
-)  # fmt: skip
+)

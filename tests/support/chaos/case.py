@@ -41,9 +41,9 @@ class Truth:
         reason: Reason of the condition Ready while the fault lasts; empty if only the record of the
             attempt names it.
         words: Parts of the sentence that the user reads: the cluster's or the trainer's own words.
-        meanwhile: Parts of the sentence of the condition Ready while the fault lasts, if it differs.
-        cause: Parts of the sentences of Failed and Stalled, one of which each must have; `words` if
-            empty.
+        meanwhile: Parts of the sentence of the condition Ready while the fault lasts.
+        cause: Parts of the sentences of Failed and Stalled; each sentence has at least a single part.
+            If empty, `words`.
         remedy: Part of the sentence of a condition Failed or Stalled that states what to do.
         budget: Which limit the fault counts against.
         resumes: Step from which the next attempt trains, or why there is none.

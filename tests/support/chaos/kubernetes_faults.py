@@ -152,6 +152,17 @@ async def suspend_batch_job(cluster: PlayedCluster) -> None:
     await cluster.suspend(1)
 
 
+async def suspend_in_restart(cluster: PlayedCluster) -> None:
+    """Kill a rank, and suspend the job while its attempt is replaced."""
+    await cluster.end_pods(1, 1, code=ExitCode.KILLED)
+    await cluster.live(2)
+    await cluster.change(suspend=True)
+
+
+async def pass_deadline(cluster: PlayedCluster) -> None:
+    await cluster.live(60)
+
+
 async def close_page(cluster: PlayedCluster) -> None:
     await cluster.close_page()
 
@@ -238,6 +249,29 @@ ENDED = (
         ),
         inject=killing(1),
         spec={"restartPolicy": {"maxRestarts": 0}},
+    ),
+    Case(
+        "the job is suspended while a killed rank is replaced",
+        "SIGKILL, then `spec.suspend` two seconds later",
+        Truth(
+            failure=FailureClass.WORKER_LOST,
+            words=("pod tiny-1-1 was killed",),
+            phase=JobPhase.SUSPENDED,
+        ),
+        inject=suspend_in_restart,
+    ),
+    Case(
+        "a job takes longer than its deadline",
+        "`deadlines.activeSeconds` passes while it trains",
+        Truth(
+            failure=FailureClass.PREEMPTED,
+            words=("the job was active for deadlines.activeSeconds 90",),
+            remedy="raise the limit",
+            phase=JobPhase.FAILED,
+            final="ActiveDeadlineExceeded",
+        ),
+        inject=pass_deadline,
+        spec={"deadlines": {"activeSeconds": 90}},
     ),
     Case(
         "a pod is deleted",

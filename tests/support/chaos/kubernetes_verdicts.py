@@ -4,7 +4,7 @@ from typing import Any
 
 from finetune_operator.api.v1alpha1.status import JobPhase
 from finetune_operator.backends.kubernetes.child_names import CONTAINER
-from finetune_operator.kube.resources import JOBS, PODS, Object
+from finetune_operator.kube.resources import EVENTS, JOBS, PODS, Object
 from finetune_trainer.config import ExitCode, FailureClass, Termination
 from support.chaos.case import LAST_STEP, THE_START, Budget, Case, Truth
 from support.chaos.kubernetes_faults import ClusterAct
@@ -68,15 +68,40 @@ async def delete_batch_job(cluster: PlayedCluster) -> None:
     cluster.api.remove(JOBS, "tiny-1", "ns")
 
 
+NOTICED_SECONDS = 50
+"""Time after which the node controller marks the pods of a silent node."""
+
+
 async def silence_node(cluster: PlayedCluster) -> None:
-    """Let a kubelet be silent; the node controller marks the pod as not ready 50 s later."""
+    """Let a node be silent, with the trainer on it."""
     cluster.silent = {"node-1"}
-    await cluster.live(50)
-    ready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:01:50Z"}
-    pod = await cluster.api.get(PODS, POD, "ns")
-    others = [one for one in pod["status"].get("conditions", ()) if one["type"] != "Ready"]
-    conditions = [*others, ready, {"type": "ContainersReady", "status": "True"}]
-    await reporting(conditions=conditions)(cluster)
+    await cluster.live(NOTICED_SECONDS)
+    await cluster.mark_silent(1, 1)
+
+
+async def silence_kubelet(cluster: PlayedCluster) -> None:
+    """Let a kubelet be silent for five minutes beside a trainer that trains on."""
+    await cluster.live(NOTICED_SECONDS)
+    await cluster.mark_silent(1, 1)
+    await cluster.live(300)
+
+
+async def hear_node(cluster: PlayedCluster) -> None:
+    cluster.silent = set()
+    await cluster.mark_silent(1, 1, is_silent=False)
+
+
+async def kill_by_probe(cluster: PlayedCluster) -> None:
+    (pod,) = [one for one in cluster.api.objects(PODS) if one["metadata"]["name"] == "tiny-1-0"]
+    event: Object = {
+        "metadata": {"name": "kill"},
+        "type": "Normal",
+        "reason": "Killing",
+        "message": "Container trainer failed liveness probe, will be restarted",
+        "involvedObject": {"kind": "Pod", "name": "tiny-1-0", "uid": pod["metadata"]["uid"]},
+    }
+    await cluster.api.create(EVENTS, event, "ns")
+    await cluster.end_pods(1, 0, code=ExitCode.KILLED)
 
 
 async def delete_node(cluster: PlayedCluster) -> None:
@@ -97,10 +122,10 @@ async def end_beside_sidecar(cluster: PlayedCluster) -> None:
         containers = [{"name": CONTAINER, "state": state}, sidecar]
         change: Object = {"status": {"containerStatuses": containers}}
         await cluster.api.patch(PODS, f"tiny-1-{index}", "ns", change, subresource="status")
-    cluster.is_done = True
 
 
 C = FailureClass
+DELETE_NODE = "kubectl delete node node-1"
 
 CASES = (
     Case(
@@ -175,13 +200,45 @@ CASES = (
         Truth(
             C.NODE_LOST,
             reason="NodeNotResponding",
+            meanwhile=("node node-1 of pod tiny-1-1 has not responded since", DELETE_NODE),
             budget=Budget.FREE,
             resumes=40,
             words=("node no longer exists",),
-            within=70,
+            within=120 - NOTICED_SECONDS,
         ),
         inject=silence_node,
         repair=delete_node,
+        is_starred=True,
+    ),
+    Case(
+        "a silent node responds again",
+        "condition Ready of a pod is False without a reason, and then True",
+        Truth(
+            reason="NodeNotResponding",
+            words=("node node-1 of pod tiny-1-1 has not responded since", DELETE_NODE),
+            within=120 - NOTICED_SECONDS,
+        ),
+        inject=silence_node,
+        repair=hear_node,
+    ),
+    Case(
+        "a kubelet is silent, and training continues",
+        "condition Ready of a pod is False without a reason for five minutes",
+        Truth(words=("attempt 1 trains",)),
+        inject=silence_kubelet,
+        is_starred=True,
+    ),
+    Case(
+        "the liveness probe kills rank 0's pod",
+        "Event Killing, then SIGKILL",
+        Truth(
+            C.HUNG,
+            budget=Budget.COUNTED,
+            resumes=40,
+            words=("was killed by its liveness probe", "deadlines.hangSeconds"),
+        ),
+        inject=kill_by_probe,
+        spec={"deadlines": {"hangSeconds": 600}},
         is_starred=True,
     ),
     Case(

@@ -52,8 +52,8 @@ class PlayedBackend(AzureMLBackend):
 
     async def submit(self, request: Request) -> Handle:
         """Adopt the job of that name, or create it."""
-        (made,) = request.objects
-        job = await submit(self.service, made)
+        (command_job,) = request.objects
+        job = await submit(self.service, command_job)
         self._poller.note(job)
         return handle_of(self.service, job)
 

@@ -1,4 +1,4 @@
-"""What the played clusters and workspaces share: a clock, an operator, and the job's status."""
+"""The clock, the operator and the status that played clusters and workspaces share."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TOTAL_STEPS = 100_000
 
 
 class PlayedWorld(World):
-    """One job whose surroundings act by themselves, once a second; time is virtual.
+    """A job whose surroundings act by themselves, once a second; time is virtual.
 
     Attributes:
         step: Last optimizer step of the running attempt.
