@@ -42,7 +42,7 @@ class Truth:
             attempt names it.
         words: Parts of the sentence that the user reads: the cluster's or the trainer's own words.
         meanwhile: Parts of the sentence of the condition Ready while the fault lasts.
-        cause: Parts of the sentences of Failed and Stalled; each sentence has at least a single part.
+        cause: Parts of the sentences of Failed and Stalled; each sentence has at least one part.
             If empty, `words`.
         remedy: Part of the sentence of a condition Failed or Stalled that states what to do.
         budget: Which limit the fault counts against.
