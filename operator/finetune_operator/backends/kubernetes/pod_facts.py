@@ -58,7 +58,6 @@ class PodFacts:
         index: Number of its node in the gang.
         owner_uid: Uid of its batch Job.
         deleted: Its deletionTimestamp.
-        deletion_grace_seconds: Grace period of that deletion.
         grace_seconds: Its own grace period, from an annotation.
         is_gone: Whether it no longer exists; these are then its last known facts.
     """
@@ -72,7 +71,6 @@ class PodFacts:
     owner_name: str
     created: str
     deleted: str
-    deletion_grace_seconds: float
     grace_seconds: float | None
     node: str
     scheduler: str
@@ -116,7 +114,6 @@ def read_pod(obj: Object) -> PodFacts:
         owner_name=intern(owner.get("name", "")),
         created=intern(metadata.get("creationTimestamp") or ""),
         deleted=metadata.get("deletionTimestamp") or "",
-        deletion_grace_seconds=float(metadata.get("deletionGracePeriodSeconds") or 0),
         grace_seconds=float(grace) if grace else None,
         node=intern(spec.get("nodeName") or ""),
         scheduler=intern(spec.get("schedulerName") or ""),
