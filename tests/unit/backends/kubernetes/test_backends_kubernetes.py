@@ -375,7 +375,7 @@ def test_a_job_gets_nothing_that_its_profile_does_not_allow(
         ("/scratch/../fast/state", True),
         ("/shared/state", False),
         ("/frozen/state", False),
-        ("/scratch/../shared/state", False),
+        ("/scratch/../frozen/state", False),
         ("/mnt/other/state", False),
         ("/fast-too", False),
         ("/", False),
