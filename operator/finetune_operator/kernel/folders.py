@@ -135,7 +135,9 @@ class FolderBook:
             return None
         _, mine, theirs, other = min(conflicts, key=lambda conflict: conflict[0])
         self._waiting.setdefault(other, {})[key] = None
-        return Rejection(Reason.FOLDER_IN_USE, f"{mine.field} {self._why(key, mine, theirs, other)}")
+        return Rejection(
+            Reason.FOLDER_IN_USE, f"{mine.field} {self._why(key, mine, theirs, other)}"
+        )
 
     def opened(self, key: Key, status: FineTuneJobStatus) -> FineTuneJobStatus:
         """Record that the job opens an attempt; return its status with the attempt's folders."""
