@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.kube.resources import EVENTS, PODS, Resource
+from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, PODS, Resource
 from finetune_trainer.config import Phase, Progress
 from support.cluster.played_pods import ProgressServer
 from support.kernel.virtual_time import run
@@ -100,6 +100,12 @@ def test_an_attempt_that_waits_for_a_pod_on_a_silent_node_names_the_node() -> No
         assert world.attempts == ["tiny-1"]
         await world.api.delete(PODS, "tiny-1-1", "ns", grace_seconds=30)
         await pass_time(world, 300)
+        assert REMEDY in message(world)
+        held = {"metadata": {"finalizers": ["audit/records"]}}
+        await world.api.patch(FINE_TUNE_JOBS, "tiny", "ns", held)
+        await world.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+        await pass_time(world, 60)
+        assert ready(world) == ("False", "Deleting")
         assert REMEDY in message(world)
 
     play(story)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def opened(job: FineTuneJob) -> FineTuneJob:
     return job.model_copy(update={"status": job.status.model_copy(update={"attempt": 1})})
 
 
-def pod(phase: str, version: int) -> Object:
+def pod(phase: str, version: int, **status: Any) -> Object:
     metadata: Object = {
         "name": "tiny-1-0-abc",
         "uid": "p",
@@ -50,7 +51,7 @@ def pod(phase: str, version: int) -> Object:
     }
     owner = {"kind": "Job", "name": "tiny-1", "uid": "deleted", "controller": True}
     metadata |= {"labels": {JOB_LABEL: "tiny"}, "ownerReferences": [owner]}
-    return trim_pod({"metadata": metadata, "status": {"phase": phase}})
+    return trim_pod({"metadata": metadata, "status": {"phase": phase, **status}})
 
 
 def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen() -> None:
@@ -65,6 +66,21 @@ def test_no_attempt_is_created_beside_a_pod_whose_batch_job_was_deleted_unseen()
         cache(PODS).put(pod("Failed", 2))
         await backend.submit(request)
         assert [one["metadata"]["name"] for one in api.objects(JOBS)] == ["tiny-1"]
+
+    run(work())
+
+
+def test_a_pod_on_a_silent_node_that_prevents_an_attempt_is_named_with_the_remedy() -> None:
+    async def work() -> None:
+        backend, cache = process(FakeApi())
+        times = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+        conditions = [
+            {"type": "Ready", "status": "False", **times},
+            {"type": "ContainersReady", "status": "True", **times},
+        ]
+        cache(PODS).put(pod("Running", 1, conditions=conditions))
+        with pytest.raises(TransientError, match=r"abc has not responded since 2026.*kubectl del"):
+            await backend.submit(backend.render(planned(**JOB), Attempt(1)))
 
     run(work())
 
