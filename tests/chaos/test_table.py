@@ -34,5 +34,19 @@ def test_a_fault_that_another_test_causes_names_a_test_of_its_place(case: Case) 
     assert (case.place is Place.NODE) == file.startswith("tests/e2e/")
 
 
+NEW_REASONS = (
+    "Completing", "Evicted", "InitContainerRunning", "KueueNotInstalled", "NodeLost",
+    "NodeNotResponding", "NotResponding", "NotStarted", "PodNotStarted", "PodsNotCreated",
+    "ProgressUnknown", "Rejected", "SchedulerNotResponding", "ServiceSilent",
+)  # fmt: skip
+"""Reasons and classes that have an alert, or that the runbook names as reasons without an alert."""
+
+
+@pytest.mark.parametrize("reason", NEW_REASONS)
+def test_a_reason_is_in_the_runbook_and_in_the_table(reason: str) -> None:
+    assert f"`{reason}`" in (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    assert any(reason in (one.truth.reason, one.truth.failure) for one in CASES)
+
+
 def test_the_page_is_what_the_record_makes() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(recorded()), "run: make chaos"

@@ -239,6 +239,67 @@ NODE = (
         ),
     ),
     Case(
+        "an injected init container fails on a node",
+        "a MutatingAdmissionPolicy adds an init container that ends with 3",
+        Truth(
+            C.NOT_STARTED,
+            budget=Budget.FREE,
+            words=("init container", "exit code 3"),
+            resumes=THE_START,
+        ),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_chaos.py::test_a_failing_init_container_is_named_and_the_restart_is_free"
+        ),
+    ),
+    Case(
+        "a pod on a node exceeds its own disk limit",
+        "a MutatingAdmissionPolicy adds a container that fills the disk, with `maxRestarts: 0`",
+        Truth(
+            C.EVICTED,
+            words=("ephemeral",),
+            remedy="create the job again",
+            phase=JobPhase.FAILED,
+            final="RestartLimitExceeded",
+        ),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_chaos.py"
+            "::test_a_pod_that_exceeds_its_own_disk_limit_is_evicted_and_counted"
+        ),
+    ),
+    Case(
+        "an injected sidecar on a node never ends",
+        "a MutatingAdmissionPolicy adds a container that ignores SIGTERM",
+        Truth(
+            C.COMPLETED,
+            reason="Completing",
+            words=("the job is Complete, and trains once",),
+            phase=JobPhase.SUCCEEDED,
+        ),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_chaos.py"
+            "::test_a_job_with_an_endless_sidecar_is_complete_and_never_trained_again"
+        ),
+    ),
+    Case(
+        "children of a job on nodes are deleted",
+        "DELETE of NetworkPolicy, Service and EndpointSlice, and later of the batch Job",
+        Truth(
+            C.PREEMPTED,
+            budget=Budget.FREE,
+            words=("another client has deleted it",),
+            resumes=LAST_STEP,
+        ),
+        Place.NODE,
+        shown_by=(
+            f"{E2E}/test_chaos.py"
+            "::test_deleted_children_are_restored_and_a_deleted_batch_job_is_a_free_restart"
+        ),
+        is_starred=True,
+    ),
+    Case(
         "a rank on a node is stopped",
         "SIGSTOP of a rank",
         Truth(words=("the rank, its node and the state of its process",)),
