@@ -20,13 +20,14 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "1f1abc858e01c143",
         "44fab74958eb6b11",
         "3d8dcc33e9bb9d9b",
-        "fb84d3305d771b7a",
+        "bf0b811206f92685",
     ),
     "finetuneprofiles.finetune.dev": (
         "362787d33b140532",
         "6f98f3cd2cb98ef1",
         "157fd2c5fd3280ea",
         "60e0d4cb14facb52",
+        "cfdcf9659ced428b",
     ),
 }
 """Digests of all schemas of a CRD, oldest first; the revision is the number of digests.

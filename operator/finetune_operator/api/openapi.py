@@ -24,8 +24,15 @@ Schema = dict[str, Any]
 
 DETAIL = "detail"  # next to a rule's message; `crd.py` removes it
 READS = "reads"  # next to a model's rules; `one_rule.py` removes it when it merges the rules
+REFUSED = "false"
+"""Rule of a field that may not be set."""
 INT32_MAX = 2**31 - 1
 _LENGTHS = {"string": "Length", "array": "Items", "object": "Properties"}
+
+
+def is_refused(schema: Schema) -> bool:
+    """Whether a rule refuses every value of a field."""
+    return any(rule["rule"] == REFUSED for rule in schema.get("x-kubernetes-validations", ()))
 
 
 def object_schema(model: type[ApiModel]) -> Schema:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from finetune_operator.api.openapi import Schema
+from finetune_operator.api.openapi import Schema, is_refused
 from finetune_operator.api.other_tools import explanation, replacement
 from finetune_operator.api.other_tools_table import Entry
 from finetune_operator.api.paths import FieldPath, Finding, show_path, show_value
@@ -61,6 +61,8 @@ def check_structure(
 
 
 def _check(value: Any, schema: Schema, path: FieldPath, names: _Names) -> Iterator[Finding]:
+    if is_refused(schema):
+        return  # its rule reports the field
     wrong = _wrong_type(value, schema, path, names)
     if wrong is not None:
         yield wrong
@@ -131,7 +133,8 @@ def _check_object(
         if isinstance(inner, dict):
             yield from _check(item, inner, (*path, key), names)
         elif "x-kubernetes-preserve-unknown-fields" not in schema:
-            yield from _unknown(item, properties, (*path, key), names)
+            offered = {name: part for name, part in properties.items() if not is_refused(part)}
+            yield from _unknown(item, offered, (*path, key), names)
 
 
 def _unknown(
@@ -180,6 +183,7 @@ def _owners(schema: Schema, path: FieldPath = ()) -> Owners:
         key: inner
         for key, inner in schema.get("properties", {}).items()
         if (*path, key) != ("status",)  # not written by users
+        and not is_refused(inner)
     }
     found = {key: show_path((*path, key)) for key in properties}
     for key, inner in properties.items():

@@ -27,6 +27,7 @@ from finetune_operator.kernel.queue import WorkQueue
 from finetune_operator.kernel.reconciler import Reconciler
 from finetune_operator.kernel.resync import Resync
 from finetune_operator.kernel.settings import Settings
+from finetune_operator.kube.api_errors import InvalidError
 from finetune_operator.kube.cache import Key, ObjectCache, key_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.cluster import Cluster
@@ -41,6 +42,9 @@ from finetune_operator.reconcile.conditions import ConditionType
 log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.25
+# The API server refuses every write to a stored object that a newer definition does not accept; a
+# change of the object is reconciled at once.
+_INVALID_SECONDS = 600.0
 _SPARE_WORKERS = 4  # for other backends while one backend keeps its whole share of workers busy
 _LASTING_SECONDS = 60.0  # kopf did not fail at its start if it ran for longer
 # With this longest wait, recovery after an outage takes at most 15 s.
@@ -196,7 +200,9 @@ class LeaderTerm:
             try:
                 result = await self._reconciler.reconcile(key)
             except FineTuneError as error:
-                wait = self._queue.add_rate_limited(key, error.retry_after or 0.0)
+                is_invalid = isinstance(error, InvalidError)
+                seconds = _INVALID_SECONDS if is_invalid else error.retry_after or 0.0
+                wait = self._queue.add_rate_limited(key, seconds, is_requested=not is_invalid)
                 self._counts.add(catalogue.RECONCILE_ERRORS, backend)
                 log.warning("reconcile failed", extra=_failure(key, error, wait))
             except Exception as error:

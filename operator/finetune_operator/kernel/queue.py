@@ -206,7 +206,9 @@ class WorkQueue:
         if requeue_seconds is not None:
             self.add_after(key, requeue_seconds)
 
-    def add_rate_limited(self, key: Key, at_least_seconds: float = 0.0) -> float:
+    def add_rate_limited(
+        self, key: Key, at_least_seconds: float = 0.0, *, is_requested: bool = True
+    ) -> float:
         """Return a key after a failure; return the delay before its retry.
 
         Events during the failed reconcile do not shorten the delay, because it may have caused
@@ -214,13 +216,14 @@ class WorkQueue:
 
         Args:
             key: The processed key.
-            at_least_seconds: Delay that the API server requested.
+            at_least_seconds: Shortest delay.
+            is_requested: Whether the API server requested it.
         """
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         self._again.discard(key)
         self._give_back(key)
         seconds = max(self._backoff.seconds(failures), at_least_seconds)
-        if at_least_seconds > 0:
+        if at_least_seconds > 0 and is_requested:
             self._not_before[key] = self._loop.time() + at_least_seconds
         self.add_after(key, seconds)
         return seconds

@@ -53,6 +53,18 @@ def unpack(folder: Path, *, with_tests: bool = False) -> LastRelease | None:
     return LastRelease(folder / _PARTS[0], source, folder / "tests")
 
 
+def definitions() -> list[Any]:
+    """Return its CustomResourceDefinitions."""
+    names = ("finetunejobs", "finetuneprofiles")
+    texts = [
+        subprocess.run(
+            ["git", "show", f"{COMMIT}:crds/{name}.yaml"], cwd=ROOT, capture_output=True, check=True
+        ).stdout
+        for name in names
+    ]
+    return [yaml.safe_load(text) for text in texts]
+
+
 def stored_jobs() -> list[str]:
     """List the stored jobs, each named by its phase."""
     names = {path.stem for path in (STORED / "jobs").glob("*.yaml")}

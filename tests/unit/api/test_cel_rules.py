@@ -124,7 +124,7 @@ BOUND: dict[str, Any] = {
     "restartPolicy.rules": [{"onClass": "Error", "action": "Fail"}],
     "restartPolicy.backoff": {"baseSeconds": 1},
     "queue.name": "team",
-    "podTemplate.spec": {"nodeName": "n"},
+    "podTemplate.spec": {"nodeSelector": {"a": "b"}},
     "backend.local": {"threadsPerProcess": 1},
 }
 

@@ -15,7 +15,7 @@ from finetune_operator.api.crd import (
     custom_resource_definition,
     profile_definition,
 )
-from finetune_operator.api.openapi import Schema, object_schema
+from finetune_operator.api.openapi import Schema, is_refused, object_schema
 from finetune_operator.api.schema import ABOVE_ZERO, ApiModel, Rule
 from finetune_operator.cli.app import app
 
@@ -37,6 +37,8 @@ def both() -> list[tuple[str, Schema]]:
 
 
 def nodes(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    if is_refused(node):
+        return
     yield path, node
     for key, inner in node.get("properties", {}).items():
         yield from nodes(inner, f"{path}.{key}".lstrip("."))

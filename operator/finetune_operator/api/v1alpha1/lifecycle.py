@@ -8,6 +8,7 @@ from pydantic import Field
 from finetune_operator.api.placeholders import ONLY_KNOWN
 from finetune_operator.api.schema import ApiModel, Rule
 from finetune_operator.api.v1alpha1.inputs import Source, Uri
+from finetune_operator.api.v1alpha1.pod_fields import JOB_POD_SPEC
 from finetune_operator.api.v1alpha1.trackers import TrackerSpec
 from finetune_operator.api.v1alpha1.training import INT32_MAX
 
@@ -299,6 +300,6 @@ class PodTemplate(ApiModel):
     metadata: PodTemplateMetadata = PodTemplateMetadata()
     """Labels and annotations of the pods."""
     spec: Annotated[dict[str, Any], Field(max_length=64)] = Field(
-        {}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
+        {}, json_schema_extra=JOB_POD_SPEC
     )
     """Fields of a PodSpec."""

@@ -16,6 +16,7 @@ from finetune_operator.api.v1alpha1.allowances import Allowances, Quantity
 from finetune_operator.api.v1alpha1.azureml_profile import AzureMLSettings
 from finetune_operator.api.v1alpha1.job import ObjectMeta
 from finetune_operator.api.v1alpha1.lifecycle import LabelValue
+from finetune_operator.api.v1alpha1.pod_fields import VOLUME_SOURCE
 from finetune_operator.api.v1alpha1.topology import Image, Name
 from finetune_operator.api.v1alpha1.training import INT32_MAX
 
@@ -96,9 +97,7 @@ class ProfileVolume(ApiModel):
     read_only: bool = False
     """Mount the volume read-only. A volume that no job may name is always read-only, unless
     cacheDirectory or a variable of env is a path on it."""
-    source: Annotated[dict[str, Any], Field(max_length=1)] = Field(
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}
-    )
+    source: Annotated[dict[str, Any], Field(max_length=1)] = Field(json_schema_extra=VOLUME_SOURCE)
     """Source of the volume as in a PodSpec: persistentVolumeClaim, csi, hostPath, …"""
 
 

@@ -8,12 +8,12 @@ never silently ignored or replaced.
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from finetune_operator.api.openapi import Schema
 from finetune_operator.api.paths import Finding, show_path
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.structural import check_structure
 from finetune_operator.api.v1alpha1.allowances import Allowances
 from finetune_operator.api.v1alpha1.lifecycle import PodTemplate
+from finetune_operator.api.v1alpha1.pod_fields import JOB_POD_SPEC, refusals, without_bounds
 from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
 from finetune_operator.backends.allow_rules import fits, refused
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, OWNED_PREFIXES
@@ -36,58 +36,22 @@ _RESERVED_ENV = (
     "WORLD_SIZE",
 )  # fmt: skip
 _RESERVED_VOLUMES = ("config", "dev-shm", "tmp", "scratch", "claim-*", "profile-*")
-_TEXT: Schema = {"type": "string"}
-_YES_OR_NO: Schema = {"type": "boolean"}
-_ANYTHING: Schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_AMOUNTS: Schema = {"type": "object", "additionalProperties": {"x-kubernetes-int-or-string": True}}
-
-
-def _fields(*required: str, **properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-_CLAIM = _fields("claimName", claimName=_TEXT, readOnly=_YES_OR_NO)
-_SECRET_KEY = _fields("name", "key", name=_TEXT, key=_TEXT, optional=_YES_OR_NO)
-_VARIABLE = _fields(
-    "name", name=_TEXT, value=_TEXT, valueFrom=_fields("secretKeyRef", secretKeyRef=_SECRET_KEY)
-)
-_MOUNT = _fields(
-    "name", "mountPath", name=_TEXT, mountPath=_TEXT, readOnly=_YES_OR_NO, subPath=_TEXT
-)
-_SPEC = _fields(
-    affinity=_ANYTHING,
-    containers=_list_of(
-        _fields(
-            "name",
-            name=_TEXT,
-            env=_list_of(_VARIABLE),
-            resources=_fields(requests=_AMOUNTS, limits=_AMOUNTS),
-            volumeMounts=_list_of(_MOUNT),
-        )
-    ),
-    imagePullSecrets=_list_of(_fields("name", name=_TEXT)),
-    nodeSelector={"type": "object", "additionalProperties": _TEXT},
-    tolerations=_list_of(_ANYTHING),
-    volumes=_list_of(_fields("name", name=_TEXT, emptyDir=_ANYTHING, persistentVolumeClaim=_CLAIM)),
-)
-"""The fields of a PodSpec that a job may set, in the form Kubernetes gives them."""
+# Without bounds, because the next attempt of a job that was stored before them may start.
+_SPEC = without_bounds(JOB_POD_SPEC)
 
 
 def check(template: PodTemplate, profile: FineTuneProfileSpec, affinity: Json) -> Iterator[Problem]:
     """Yield the fields that the template may not set; the rendered `affinity` is fixed."""
     yield from _metadata(template, profile.allow)
     spec = template.spec
-    if wrong := check_structure(spec, _SPEC, ("spec", "podTemplate", "spec")):
+    path = ("spec", "podTemplate", "spec")
+    if wrong := [*check_structure(spec, _SPEC, path), *refusals(spec, _SPEC, path)]:
         yield from map(_problem, wrong)
         return
     yield from _scheduling(spec, profile, affinity)
     for index, secret in enumerate(spec.get("imagePullSecrets", ())):
-        path = f"{FIELD}.spec.imagePullSecrets[{index}].name"
-        yield from refused(path, "a secret", secret["name"], profile.allow.secrets)
+        where = f"{FIELD}.spec.imagePullSecrets[{index}].name"
+        yield from refused(where, "a secret", secret["name"], profile.allow.secrets)
     yield from _volumes(spec, profile.allow)
     for index, container in enumerate(spec.get("containers", ())):
         yield from _container(container, index, spec, profile)
