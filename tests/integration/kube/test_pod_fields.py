@@ -77,10 +77,10 @@ def variables(count: int) -> Object:
 
 
 def job(name: str, spec: Object) -> Object:
-    made = manifest(
+    obj = manifest(
         name=name, model__source="hf://a/b", dataset__source="hf://a/c", podTemplate={"spec": spec}
     )
-    return {**made, "metadata": {"name": name}}
+    return {**obj, "metadata": {"name": name}}
 
 
 def create(api: Api, resource: Resource, obj: Object, namespace: str | None = None) -> Object:
@@ -109,7 +109,7 @@ def create(api: Api, resource: Resource, obj: Object, namespace: str | None = No
         ),
     ],
 )
-def test_a_client_without_strict_validation_is_told_of_fields_that_are_refused(
+def test_refused_fields_are_an_error_for_clients_without_strict_validation(
     api: Api, spec: Object, message: str
 ) -> None:
     with api.namespace("refused") as namespace:
@@ -146,7 +146,7 @@ def test_sources_of_volumes_in_a_profile_are_stored_and_unknown_ones_dropped(api
 
 @pytest.fixture
 def stored(api: Api) -> Iterator[str]:
-    """Store jobs under the definitions of the last release, then install those of this one."""
+    """Store jobs under the definitions of the last release, and install the new definitions."""
     with api.namespace("stored") as namespace:
         for definition in definitions():
             install(api, definition)
@@ -187,8 +187,8 @@ def keeps_unknown(api: Api, namespace: str) -> bool:
         {"dryRun": "All"},
         orjson.dumps(probe),
     )
-    made = api.run(api.client.exchange(call))
-    return bool(made["spec"]["podTemplate"]["spec"]["affinity"])
+    stored = api.run(api.client.exchange(call))
+    return bool(stored["spec"]["podTemplate"]["spec"]["affinity"])
 
 
 def test_jobs_stored_under_the_previous_definition_are_listed_and_take_status_patches(
