@@ -226,7 +226,6 @@ NODE = (
             f"{E2E}/test_failures.py"
             "::test_what_keeps_a_job_from_starting_is_told_in_words_within_five_seconds"
         ),
-        is_starred=True,
     ),
     Case(
         "a batch Job on nodes is suspended and resumed by another client",
@@ -297,7 +296,6 @@ NODE = (
             f"{E2E}/test_chaos.py"
             "::test_deleted_children_are_restored_and_a_deleted_batch_job_is_a_free_restart"
         ),
-        is_starred=True,
     ),
     Case(
         "a rank on a node is stopped",
