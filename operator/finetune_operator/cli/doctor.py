@@ -5,7 +5,6 @@ installed library is broken.
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import platform
@@ -181,7 +180,7 @@ def install_command(findings: list[Finding]) -> str:
         return ""
     # The environment of a tool that uv has installed has no pip.
     program = f'"{sys.executable}" -m pip install'
-    if importlib.util.find_spec("pip") is None:
+    if _installed_version("pip") is None:
         program = f'uv pip install --python "{sys.executable}"'
     return f"{program} {' '.join(wanted)}"
 

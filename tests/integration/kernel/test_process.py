@@ -375,4 +375,4 @@ async def _until(check: Callable[[], bool]) -> None:
 
 
 def _terms() -> list[object]:
-    return [obj for obj in gc.get_objects() if isinstance(obj, LeaderTerm)]
+    return [obj for obj in gc.get_objects() if type(obj) is LeaderTerm]
