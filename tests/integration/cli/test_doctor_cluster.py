@@ -471,6 +471,7 @@ def test_the_policy_is_a_value_of_the_release_that_is_there(
     assert command.startswith(f"helm upgrade ours charts/finetune-operator -n {HOME} ")
 
 
+@pytest.mark.full
 def test_a_cluster_that_hangs_ends_nothing_but_the_answers(
     doctor: Doctor, plane: ControlPlane, api: Api
 ) -> None:

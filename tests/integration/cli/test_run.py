@@ -147,6 +147,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.full
 def test_no_line_of_a_library_is_printed(complete: tuple[Path, str]) -> None:
     folder, output = complete
     logs = (folder / "runs/default/tiny/attempts/1").glob("*.log")

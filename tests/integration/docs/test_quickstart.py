@@ -18,6 +18,7 @@ FTCTL = [sys.executable, "-m", "finetune_operator"]
 GIB = 1024**3
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.model,
     pytest.mark.timeout(900),  # two minutes of training, on a machine that runs other tests beside
     pytest.mark.skipif(

@@ -219,6 +219,7 @@ def test_the_workspace_has_the_curves_of_a_run_and_its_last_progress(
     assert not any(word in log for word in ("mlflow", "azure ml", "retry"))
 
 
+@pytest.mark.full
 def test_the_stop_tag_ends_all_ranks_of_both_nodes_with_a_checkpoint(
     service: ServiceClient, submit: Submit
 ) -> None:

@@ -18,6 +18,7 @@ ROWS_HERE = [
 ]
 
 
+@pytest.mark.full
 def test_a_row_outlives_one_that_runs_out_of_memory_and_none_is_measured_twice(tmp_path):
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
     assert main([*arguments, "--rows", "gemm", "too-large"], ROWS_HERE) == 0

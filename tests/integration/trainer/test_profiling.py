@@ -112,6 +112,7 @@ def test_steps_before_a_resume_are_a_warning(inputs: Path, tmp_path: Path) -> No
     assert profiled(config) == []
 
 
+@pytest.mark.full
 def test_a_trace_ends_after_64_micro_batches_and_a_stop_loses_only_the_trace(
     inputs: Path, tmp_path: Path
 ) -> None:

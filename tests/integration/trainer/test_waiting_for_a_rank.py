@@ -24,6 +24,7 @@ def start(folder: Path) -> Launch:
     return launch(config, "work_alone")
 
 
+@pytest.mark.full
 def test_a_rank_that_is_busy_for_three_times_the_timeout_is_waited_for(tmp_path: Path) -> None:
     started = start(tmp_path)
     assert started.wait() == ExitCode.DONE, started.stderr

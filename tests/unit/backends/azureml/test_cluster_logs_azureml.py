@@ -63,6 +63,7 @@ async def ftctl(*arguments: str, kubeconfig: Path) -> tuple[int | None, str]:
     return process.returncode, said.decode()
 
 
+@pytest.mark.full
 def test_the_log_of_a_job_in_a_cluster_is_read_with_its_profile(
     stand_in: ServiceClient, tmp_path: Path
 ) -> None:
