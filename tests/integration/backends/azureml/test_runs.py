@@ -150,7 +150,7 @@ def preempt(world: World, how: str, **changes: Any) -> Life:
 
 
 def suspend(world: World) -> Life:
-    """Suspend a job while it trains, and let it begin to go on."""
+    """Suspend a job while it trains, let it begin to go on, and end it."""
     world.apply(training={"maxSteps": 1_000_000})
     world.wait_for(lambda: (world.made["status"].get("progress") or {}).get("step"), "trains")
     world.api.change(NAMESPACE, world.name, suspend=True)
@@ -158,7 +158,9 @@ def suspend(world: World) -> Life:
     world.api.change(NAMESPACE, world.name, suspend=False)
     world.wait_for(lambda: len(world.runs) == 2, "is submitted again")
     world.wait_for(lambda: _resumed_step(world.runs[1]), "goes on")
-    return world.live()
+    life = world.live()
+    world.api.change(NAMESPACE, world.name, suspend=True)
+    return life
 
 
 def _resumed_step(run: SeenJob) -> int | None:
