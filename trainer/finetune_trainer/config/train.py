@@ -14,6 +14,7 @@ ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX al
 ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # name in the cluster; default: the host's name
 ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
 ENV_TERMINATION_PATH = "FINETUNE_TERMINATION_PATH"  # overrides TrainConfig.termination_path
+ENV_VOLUMES = "FINETUNE_VOLUMES"  # mount paths of the volumes, as in PATH; links may not leave them
 
 
 class WorldConfig(ContractModel):

@@ -13,6 +13,7 @@ from pathlib import Path
 from finetune_trainer.config import COMPRESSIONS, DATA_SUFFIXES, data_suffix, is_data_file
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import DataError
+from finetune_trainer.links import leads_back
 
 SPLIT_OF = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -42,6 +43,7 @@ def files_of(folder: Path, field: str, rules: Rules) -> list[Path]:
     files = [one for one in entries if is_data_file(one.name) and one.is_file()]
     if rules is not Rules.RELEASE_0_1_0:
         _refuse_saved(folder, entries, field)
+        _refuse_broken_links(folder, entries, field)
     if not files:
         raise DataError(
             f"{field} {folder} holds no {', '.join(DATA_SUFFIXES)} file{_below(entries)}"
@@ -115,6 +117,16 @@ def _refuse_saved(folder: Path, entries: list[Path], field: str) -> None:
             f"{field} {folder} was written by save_to_disk ({_names(also + saved)}), whose files "
             "cannot be read; write each split with datasets.load_from_disk and to_json, and name "
             f"the file of one split in {field}"
+        )
+
+
+def _refuse_broken_links(folder: Path, entries: list[Path], field: str) -> None:
+    broken = [one for one in entries if is_data_file(one.name) and not one.exists()]
+    if broken:
+        end = "leads back to itself" if leads_back(broken[0]) else "has no target"
+        raise DataError(
+            f"{field} {folder} has the symbolic link {broken[0].name}, which {end}; remove it, or "
+            "replace it by the file"
         )
 
 

@@ -27,6 +27,7 @@ from finetune_trainer.config import (
 from finetune_trainer.data.folder import files_of
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.errors import ConfigError, DataError, TrainerError
+from finetune_trainer.links import leads_back
 from finetune_trainer.unused_packages import without_mark
 
 FIELDS = {
@@ -72,6 +73,8 @@ def open_rows(
             "give each split a file of its own"
         )
     path = Path(source.path)
+    if leads_back(path):
+        raise DataError(f"{field} {path} is a symbolic link that leads back to itself; remove it")
     if not path.exists():
         raise DataError(f"{field} {path} does not exist; check the path")
     if path.is_dir():

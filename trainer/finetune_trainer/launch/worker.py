@@ -42,6 +42,7 @@ from finetune_trainer.launch.rank_report import (
 from finetune_trainer.launch.stacks import stacks_path
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
+from finetune_trainer.links import check_links
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.flight_recorder import enable_timing
 from finetune_trainer.telemetry.collectives.transport import delete_log
@@ -128,6 +129,8 @@ class _Rank:
         page = self._node_page(launch)
         shared = Shared(page, launch.rank)
         witness = shared.witness()
+        if launch.local_rank == 0:
+            check_links(config, environ)
         if launch.launcher == ACCELERATE:  # accelerate dies of SIGTERM without forwarding it
             end_with_parent(os.getppid(), signal.SIGTERM)
         fence = None

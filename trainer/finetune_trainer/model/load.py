@@ -16,6 +16,7 @@ from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.template import with_arguments
 from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.links import leads_back
 from finetune_trainer.model.completeness import refuse_random_weights
 from finetune_trainer.model.folder_advice import (
     about_tokenizer,
@@ -92,7 +93,12 @@ def _check_place(path: str) -> None:
     if Path(path).is_dir() == Path(path).is_absolute():
         return
     if Path(path).is_absolute():
-        raise ConfigError(f"spec.model.source {path} is not a folder; check the path")
+        reason = (
+            "is a symbolic link that leads back to itself; remove it"
+            if leads_back(Path(path))
+            else "is not a folder; check the path"
+        )
+        raise ConfigError(f"spec.model.source {path} {reason}")
     raise ConfigError(
         f"spec.model.source {path}: the current folder ({Path.cwd()}) has a folder of this name, "
         "which is not the model on the hub; start in another folder, or give the absolute path of "

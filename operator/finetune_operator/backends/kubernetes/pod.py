@@ -18,7 +18,12 @@ from finetune_operator.backends.kubernetes.child_names import (
 )
 from finetune_operator.backends.kubernetes.init import below_init
 from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
-from finetune_trainer.config import ENV_NODE_NAME, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH
+from finetune_trainer.config import (
+    ENV_NODE_NAME,
+    ENV_RDZV_ENDPOINT,
+    ENV_TERMINATION_PATH,
+    ENV_VOLUMES,
+)
 
 Json = dict[str, Any]
 
@@ -92,6 +97,8 @@ def pod(inputs: PodInputs) -> Json:
         optional["subdomain"] = inputs.rendezvous_host.split(".")[1]
     pod_spec |= {name: value for name, value in optional.items() if value}
     pod_template.merge(template, pod_spec, container)
+    roots = ":".join(mount["mountPath"] for mount in container["volumeMounts"])
+    container["env"] = [{"name": ENV_VOLUMES, "value": roots}, *container["env"]]
     labels = {**(template.metadata.labels if template else {}), **inputs.labels}
     if profile.workload_identity:
         labels["azure.workload.identity/use"] = "true"

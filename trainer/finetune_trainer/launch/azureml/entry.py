@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from finetune_trainer.config import (
     ENV_NODE_RANK,
     ENV_TRAIN_CONFIG,
+    ENV_VOLUMES,
     Termination,
     TrainConfig,
     unpack,
@@ -67,6 +68,7 @@ def _run(
         # checkpoints.
         config = resolve_mounts(_read_config(environ), mounts).continued()
         environ = environment_of_supervisor(environ, config.world.nnodes)
+        environ |= {ENV_VOLUMES: ":".join(mounts.values())}
         path = Path(scratch) / "config.json"
         path.write_text(config.to_json(), encoding="utf-8")
         supervisor = Supervisor(config, path, entry=entry, environ=environ)
