@@ -6,7 +6,7 @@ A check prints a line for each fault, and nothing where there is none.
 */}}
 {{- define "finetune-operator.check" -}}
 {{- $said := list -}}
-{{- range $check := list "image" "names" "account" "labels" "settings" "namespaces" "lease" "resources" "pod" "together" "effect" "alone" "ownLease" -}}
+{{- range $check := list "image" "names" "account" "labels" "settings" "namespaces" "lease" "resources" "pod" "together" "profiles" "effect" "alone" "ownLease" -}}
 {{- $said = concat $said (include (printf "finetune-operator.check.%s" $check) $ | splitList "\n") -}}
 {{- end -}}
 {{- with compact $said -}}

@@ -199,6 +199,6 @@ async def _policy_command(probe: Probe) -> str:
         )
     return (
         f"helm template {name} {CHART} -n {namespace} --set image.repository=finetune-operator "
-        "--kube-version 1.30.0 --set admissionPolicy.create=true "
+        "--kube-version 1.30.0 "
         "--show-only templates/admissionpolicy.yaml | kubectl apply --server-side -f -"
     )

@@ -99,7 +99,7 @@ def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
         assert refused.returncode != 0
         assert "is forbidden" in refused.stderr
         assert words_of(prepare) in refused.stderr
-        assert "--set crds.install=false --set rbac.create=false" in refused.stderr
+        assert "--set rbac.create=false --set admissionPolicy.create=false" in refused.stderr
         assert left(namespace) == ""
         try:
             for command, who in ((prepare, KUBECONFIG), (install, jo)):
@@ -124,3 +124,5 @@ def test_an_admin_of_one_namespace_installs_what_an_administrator_has_prepared(
             ):
                 assert run(command, namespace, KUBECONFIG).returncode == 0
             run(f"kubectl delete {GUARD} crds.finetune.dev", namespace, KUBECONFIG)
+            ours = f"kubectl get {GUARD} -o name | grep /{namespace}-"
+            run(f"{ours} | xargs kubectl delete", namespace, KUBECONFIG)

@@ -23,12 +23,12 @@ RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 DEFINED = (".coreos.com/v1", "finetune.dev/v1alpha1")
 """Ends of the API versions that only a definition makes known."""
-LIMITED = ("--set", "admissionPolicy.create=true")
+UNLIMITED = ("--set", "admissionPolicy.create=false")
 TENANT = "tenant"
 DEFAULTS = ("--values", str(VALUES["defaults"]))
 ADMINISTRATORS = tuple(
     word
-    for one in ("crds", "crdguard", "rbac")
+    for one in ("crds", "crdguard", "rbac", "admissionpolicy")
     for word in ("--show-only", f"templates/{one}.yaml")
 )
 """As the chart's README says it."""
@@ -207,12 +207,12 @@ def test_user_of_one_namespace_installs_beside_what_an_administrator_applied(
     assert made_in(server, namespace) == set()
 
     without_roles = ("--set", "rbac.create=false")
-    limited = install(namespace, *without_roles, *LIMITED, user=TENANT)
+    limited = install(namespace, *without_roles, user=TENANT)
     assert f'User "{TENANT}" cannot list resource "validatingadmissionpolicies"' in limited.stderr
     assert "--show-only templates/admissionpolicy.yaml | kubectl apply" in limited.stderr
     assert made_in(server, namespace) == set()
 
-    answer = install(namespace, *without_roles, user=TENANT)
+    answer = install(namespace, *without_roles, *UNLIMITED, user=TENANT)
 
     assert answer.returncode == 0, answer.stderr
     assert f"deployments/{namespace}-finetune-operator" in made_in(server, namespace)

@@ -265,7 +265,7 @@ def test_definitions_that_a_release_left_are_used_by_the_next(
 
 
 def test_older_definitions_that_a_release_left_are_upgraded(api: Api, releases: Releases) -> None:
-    assert releases.put("one", crds={"guard": False}) == ""
+    assert releases.put("one", crds={"guard": False}, admissionPolicy={"create": False}) == ""
     assert releases.run("uninstall", "ft", "--namespace", "one") == ""
     wait_until(lambda: not is_guarded(api), 20, "the API server has forgotten an earlier policy")
     renumber(api, JOBS, 0)
@@ -356,9 +356,54 @@ def test_an_operator_that_kubectl_applied_counts_as_a_release(
 
 
 def test_who_may_not_make_admission_policies_leaves_the_guard_out(releases: Releases) -> None:
-    assert releases.put("one", crds={"guard": False}) == ""
+    assert releases.put("one", crds={"guard": False}, admissionPolicy={"create": False}) == ""
 
 
-def test_the_guard_is_in_what_kubectl_and_kustomize_apply() -> None:
+def test_the_policies_are_in_what_kubectl_and_kustomize_apply() -> None:
     kinds = [one["kind"] for one in yaml.safe_load_all(INSTALL.read_text()) if one]
-    assert kinds.count("ValidatingAdmissionPolicyBinding") == 1
+    assert kinds.count("ValidatingAdmissionPolicyBinding") == 2
+
+
+def test_an_upgrade_that_would_refuse_the_pods_of_a_profile_names_the_values(
+    api: Api, releases: Releases
+) -> None:
+    assert releases.put("one", admissionPolicy={"create": False}) == ""
+    wait_until(lambda: is_served(api, PROFILES), 60)
+    sources: list[Object] = [
+        {"hostPath": {"path": "/mnt/nvme/"}},
+        {"hostPath": {"path": "/data/sets"}},
+        {"csi": {"driver": "smb.csi.k8s.io"}},
+        {"nfs": {"server": "nfs.test", "path": "/"}},
+        {"emptyDir": {}},
+    ]
+    volumes = [
+        {"name": f"v{at}", "mountPath": f"/v{at}", "source": source}
+        for at, source in enumerate(sources)
+    ]
+    profile = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneProfile",
+        "metadata": {"name": "fast"},
+        "spec": {"image": "reg.test/t:1", "volumes": volumes},
+    }
+    api.run(api.client.create(FINE_TUNE_PROFILES, profile))
+
+    refusal = releases.put("one", admissionPolicy={"hostPaths": ["/data"]})
+
+    wanted = {
+        "hostPaths": "{/data,/mnt/nvme}",
+        "csiDrivers": "{blob.csi.azure.com,file.csi.azure.com,smb.csi.k8s.io}",
+    }
+    for name, value in wanted.items():
+        assert f"write --set 'admissionPolicy.{name}={value}'" in refusal
+    assert "admissionPolicy.volumes lacks nfs of FineTuneProfile fast" in refusal
+    policy = {
+        "hostPaths": ["/data", "/mnt/nvme"],
+        "csiDrivers": ["smb.csi.k8s.io"],
+        "volumes": ["csi", "emptyDir", "hostPath", "nfs"],
+    }
+    assert releases.put("one", admissionPolicy=policy) == ""
+    # The policy that an upgrade added can be changed by the next.
+    assert releases.put("one", admissionPolicy={**policy, "hostPaths": ["/data", "/mnt"]}) == ""
+    # Without roles to create, helm may run for a user who may not list profiles.
+    assert releases.put("one", rbac={"create": False}) == ""

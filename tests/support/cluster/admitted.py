@@ -1,7 +1,7 @@
 """A release whose account, roles and policy are in a cluster, and somebody with its token."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,20 +48,17 @@ class Release:
 
     Attributes:
         kubeconfig: Of the cluster, as the operator's account.
+        policy: Name of the policy.
     """
 
     namespace: str
     kubeconfig: Path
+    policy: str
 
     @property
     def user(self) -> str:
         """Name of the account."""
         return f"system:serviceaccount:{self.namespace}:{_NAME}"
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy."""
-        return f"{self.namespace}-{_NAME}-limits"
 
 
 @contextmanager
@@ -81,7 +78,8 @@ def installed(api: Api, namespace: str, folder: Path, **policy: Any) -> Iterator
     try:
         file = folder / "release.yaml"
         file.write_text(kubeconfig_of(api, namespace, _NAME))
-        yield Release(namespace, file)
+        (policy,) = (one for one in objects if one["kind"] == POLICIES.kind)
+        yield Release(namespace, file, policy["metadata"]["name"])
     finally:
         for made in objects:
             if "namespace" not in made["metadata"]:
@@ -120,6 +118,14 @@ class Thief:
             ENDPOINT_SLICES.kind: rank_zero_slice(named, named["name"], "tiny-1-0", "10.0.0.1"),
             **{one["kind"]: one for one in objects},
         }[kind.kind]
+        return self._of_the_job(found, metadata)
+
+    def children(self, case: str) -> list[Object]:
+        """Return the objects of a golden, which belong to the job, with names of their own."""
+        objects = CASES[case].request().objects
+        return [self._of_the_job(one, {"name": f"{case}-{at}"}) for at, one in enumerate(objects)]
+
+    def _of_the_job(self, found: Mapping[str, Any], metadata: Object) -> Object:
         text = json.dumps(found).replace("uid-1", str(self.reference["uid"]))
         made: Object = json.loads(text.replace('"tiny', f'"{self.job}'))
         made["metadata"] |= {"ownerReferences": [self.reference], **metadata}

@@ -280,7 +280,12 @@ def test_service_policy_and_budget_select_the_pods_of_the_deployment() -> None:
 def test_what_is_not_wanted_is_not_made() -> None:
     off = {"create": False}
     objects = rendered(
-        rbac=off, serviceAccount=off, service=off, networkPolicy=off, podDisruptionBudget=off
+        rbac=off,
+        admissionPolicy=off,
+        serviceAccount=off,
+        service=off,
+        networkPolicy=off,
+        podDisruptionBudget=off,
     )
 
     assert {one["kind"] for one in objects} == {"Deployment"}
