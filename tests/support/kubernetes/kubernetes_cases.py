@@ -183,6 +183,7 @@ CASES: Mapping[str, Case] = {
                 {
                     "name": "blob",
                     "mountPath": "/blob",
+                    "subPath": "teams/{namespace}",
                     "readOnly": True,
                     "source": {
                         "csi": {

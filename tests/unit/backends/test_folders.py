@@ -34,8 +34,8 @@ SAME_BLOB = {
 }
 
 
-def with_volume(source: Mapping[str, Any], name: str = "vol") -> KubernetesBackend:
-    volume = {"name": name, "mountPath": f"/mnt/{name}", "source": source}
+def with_volume(source: Mapping[str, Any], name: str = "vol", **fields: str) -> KubernetesBackend:
+    volume = {"name": name, "mountPath": f"/mnt/{name}", "source": source, **fields}
     return backend(profile(volumes=[volume], allow={"volumes": ["*"]}))
 
 
@@ -104,6 +104,25 @@ def test_a_claim_and_a_volume_of_that_claim_are_one() -> None:
 def test_a_path_below_a_disk_meets_the_path_that_another_volume_begins_at() -> None:
     deep = with_volume({"hostPath": {"path": "/data/models/x"}})
     assert do_touch((with_volume(DISK), output("pvc://vol/x/y")), (deep, output("pvc://vol/y")))
+
+
+@pytest.mark.parametrize(
+    ("uri", "namespace", "sub_path", "expected"),
+    [
+        pytest.param("pvc://vol/x", "team", "{namespace}", False, id="the same path"),
+        pytest.param("pvc://vol/x/y", "other", "{namespace}", True, id="the same namespace"),
+        pytest.param("pvc://vol/other/x", "team", None, True, id="from the root"),
+        pytest.param("pvc://vol/x", "team", "other", True, id="a fixed folder"),
+    ],
+)
+def test_folders_of_namespaces_on_one_volume_are_compared_below_their_sub_paths(
+    uri: str, namespace: str, sub_path: str | None, expected: bool
+) -> None:
+    first = (with_volume(SHARE, subPath="{namespace}"), output("pvc://vol/x", "other"))
+    fields = {} if sub_path is None else {"subPath": sub_path}
+    second = (with_volume(SHARE, **fields), output(uri, namespace))
+    assert do_touch(first, second) is expected
+    assert do_touch(second, first) is expected
 
 
 def test_what_ends_with_its_pod_is_shared_with_nobody() -> None:

@@ -31,8 +31,8 @@ class Allowances(ApiModel):
     claims: Patterns = Field([])
     """PersistentVolumeClaims of the job's namespace that the job may name."""
     volumes: Patterns = Field([])
-    """Volumes of the profile that a job may name. The job may read all of each volume, and write to
-    it unless it is readOnly."""
+    """Volumes of the profile that a job may name. The job may read all of each volume, or of its
+    subPath, and write to it unless it is readOnly."""
     images: Patterns = Field([])
     """Images a job may choose, besides the profile's own."""
     priority_classes: Patterns = Field([])

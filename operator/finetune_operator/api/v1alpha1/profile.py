@@ -27,6 +27,16 @@ Path = Annotated[
     Field(min_length=1, max_length=1024),
     Rule("self.startsWith('/')", "must be an absolute path; start it with /"),
 ]
+_SEGMENT = "([A-Za-z0-9_-][A-Za-z0-9._-]*|[{]namespace[}])"
+SubPath = Annotated[
+    str,
+    Field(min_length=1, max_length=253),
+    Rule(
+        f"self.matches('^{_SEGMENT}(/{_SEGMENT})*$')",
+        "must be a relative path of names, each of letters, digits, '.', '_' and '-' without a "
+        "leading '.', or '{namespace}', which stands for the namespace of the job",
+    ),
+]
 ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
 UserId = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
@@ -94,6 +104,11 @@ class ProfileVolume(ApiModel):
     """Name of the volume; pvc://NAME/PATH in a job is a path on it."""
     mount_path: Path
     """Mount path."""
+    sub_path: SubPath | None = None
+    """Folder of the volume that pods mount in place of its root. {namespace} stands for the
+    namespace of the job, so that namespaces that share the volume have separate files. The folder
+    should exist and belong to the group of the pods; the kubelet creates a missing one as root.
+    Absent means the root, with the files of all namespaces."""
     read_only: bool = False
     """Mount the volume read-only. A volume that no job may name is always read-only, unless
     cacheDirectory or a variable of env is a path on it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec
+from finetune_operator.api.v1alpha1.profile import FineTuneProfileSpec, ProfileVolume
 from finetune_operator.backends.kubernetes import pod_template, scheduling, trackers, volumes
 from finetune_operator.backends.kubernetes.attempt_profiles import settings_of
 from finetune_operator.backends.kubernetes.child_names import (
@@ -215,14 +215,7 @@ def _mounts(inputs: PodInputs) -> list[Json]:
         {"name": "dev-shm", "mountPath": "/dev/shm"},
         {"name": "scratch", "mountPath": str(volumes.SCRATCH)},
         {"name": "scratch", "mountPath": "/tmp", "subPath": "tmp"},
-        *(
-            {
-                "name": f"profile-{one.name}",
-                "mountPath": one.mount_path,
-                "readOnly": volumes.is_mounted_read_only(one, inputs.profile),
-            }
-            for one in inputs.profile.volumes
-        ),
+        *(_profile_mount(one, inputs) for one in inputs.profile.volumes),
         *(
             {
                 "name": f"claim-{at}",
@@ -233,6 +226,17 @@ def _mounts(inputs: PodInputs) -> list[Json]:
         ),
         *trackers.mounts(inputs.job),
     ]
+
+
+def _profile_mount(volume: ProfileVolume, inputs: PodInputs) -> Json:
+    mount: Json = {
+        "name": f"profile-{volume.name}",
+        "mountPath": volume.mount_path,
+        "readOnly": volumes.is_mounted_read_only(volume, inputs.profile),
+    }
+    if folder := volumes.sub_path_of(volume, inputs.job.metadata.namespace):
+        mount["subPath"] = folder
+    return mount
 
 
 def _heartbeat(run_dir: str, hang_seconds: int) -> Json:

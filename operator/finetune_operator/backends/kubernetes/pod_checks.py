@@ -147,9 +147,14 @@ def _names(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
 
 
 def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
-    """Check that the profile's volumes on which the job writes are writable and outlive the pod."""
+    """Check that the profile's volumes on which the job writes are writable and outlive the pod.
+
+    The root of a volume is refused: the folders of all other jobs on the volume are below it, and
+    none of them could start.
+    """
     for path, uri in uris.outputs_of(job).items():
-        name = volumes.claim_path(uri).claim
+        place = volumes.claim_path(uri)
+        name = place.claim
         volume = volumes.volume_of(name, profile.spec)
         if volume is None:
             continue
@@ -164,6 +169,13 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
                 yield Problem(path, text, Severity.WARNING)
             else:
                 yield Problem(path, f"{text}; {advice}")
+        elif not PurePosixPath(place.path).parts:
+            text = (
+                f"{uri} is the root of volume {name} of profile {profile.name}, which no single "
+                f"job may use; name a folder, such as {CLAIM}{name}/{{name}}/{path.split('.')[1]}"
+            )
+            has_checkpoint = job.status.checkpoint.last is not None
+            yield Problem(path, text, Severity.WARNING if has_checkpoint else Severity.ERROR)
 
 
 def _nvme(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:

@@ -66,6 +66,11 @@ def volume_of(name: str, profile: FineTuneProfileSpec) -> ProfileVolume | None:
     return next((one for one in profile.volumes if one.name == name), None)
 
 
+def sub_path_of(volume: ProfileVolume, namespace: str) -> str:
+    """Return the folder of the volume that pods of a namespace mount; empty for its root."""
+    return (volume.sub_path or "").replace("{namespace}", namespace)
+
+
 def is_writable(volume: ProfileVolume) -> bool:
     """Return whether pods can write to the volume."""
     if volume.read_only or not _NEVER_WRITABLE.isdisjoint(volume.source):

@@ -50,9 +50,14 @@ def _claim(namespace: str, name: str) -> Place:
 
 
 def _root(volume: ProfileVolume, namespace: str) -> Place | None:
-    """Return the identity of the volume, or None if each pod has its own."""
+    """Return the identity of the folder that pods mount, or None if each pod has its own."""
     if volumes.is_lost_with_its_pod(volume):
         return None
+    folder = PurePosixPath(volumes.sub_path_of(volume, namespace))
+    return (*_source(volume, namespace), *folder.parts)
+
+
+def _source(volume: ProfileVolume, namespace: str) -> Place:
     ((kind, source),) = volume.source.items()
     if not isinstance(source, Mapping):
         return (kind, str(source))

@@ -257,6 +257,49 @@ def test_what_is_written_must_reach_a_volume_that_outlives_the_pod(
     assert (str(found), found.severity) == (says, severity)
 
 
+ROOT = "is the root of volume v of profile default, which no single job may use; name a folder,"
+
+
+def test_the_root_of_a_volume_is_refused_unless_the_job_has_a_checkpoint_there() -> None:
+    volume = {"name": "v", "mountPath": "/vol", "source": BLOB}
+    backed = backend(profile(volumes=[volume], allow={"volumes": ["v"]}))
+    uris = {"output__uri": "pvc://v", "checkpoint__uri": "pvc://v/./"}
+    last = {"step": 3, "uri": "pvc://v/step-3", "time": "2026-01-01T00:00:00Z", "worldSize": 1}
+    old = {"status.checkpoint.last": last}
+    for status, severity in ({}, Severity.ERROR), (old, Severity.WARNING):
+        named = job(**{**JOB, **uris, **status})
+        found = {str(one): one.severity for one in backed.validate(named)}
+        assert found == {
+            f"spec.output.uri pvc://v {ROOT} such as pvc://v/{{name}}/output": severity,
+            f"spec.checkpoint.uri pvc://v/./ {ROOT} such as pvc://v/{{name}}/checkpoint": severity,
+        }
+
+
+def test_pods_of_a_namespace_mount_its_own_folder_of_a_shared_volume() -> None:
+    volume = {"name": "v", "mountPath": "/vol", "source": BLOB, "subPath": "a/{namespace}/b"}
+    backed = backend(profile(volumes=[volume], allow={"namespaces": ["*"]}))
+    for namespace in ("team-a", "team-b"):
+        plan = planned(**{**JOB, "metadata.namespace": namespace})
+        pod = backed.render(plan, Attempt(1)).objects[-1]["spec"]["template"]["spec"]
+        mounts = pod["containers"][0]["volumeMounts"]
+        assert [one.get("subPath") for one in mounts if one["mountPath"] == "/vol"] == [
+            f"a/{namespace}/b"
+        ]
+
+
+@pytest.mark.parametrize("folder", ["../x", "/abs", "{name}", "a/../b", ".x", "a//b", "x/", "{"])
+def test_a_sub_path_that_leaves_the_volume_or_has_another_placeholder_is_refused(
+    folder: str, tmp_path: Path
+) -> None:
+    spoilt = profile_manifest()
+    volume = {"name": "v", "mountPath": "/v", "source": {"emptyDir": {}}, "subPath": folder}
+    spoilt["spec"]["volumes"] = [volume]
+    out = CliRunner().invoke(app, ["validate", files(tmp_path, spoilt, manifest(**JOB))])
+    assert out.exit_code == 1
+    assert "spec.volumes[0].subPath" in out.stdout
+    assert "must be a relative path of names" in " ".join(out.stdout.split())
+
+
 def tracker(**fields: Any) -> dict[str, Any]:
     """Return the additions of a job with one tracker."""
     return {"observability": {"trackers": [{"type": "mlflow", "project": "p", **fields}]}}
