@@ -1,4 +1,5 @@
-{{/* The spec of the admission policy for the operator's account; admissionpolicy.yaml names it. */}}
+{{/* The spec of the admission policy for the operator's account; admissionpolicy.yaml names it. Defaults are
+written out: helm 4.0 takes those of an object that an upgrade added for another client's. */}}
 {{- define "finetune-operator.limits" -}}
 {{- $account := printf "system:serviceaccount:%s:%s" .Release.Namespace (include "finetune-operator.serviceAccount" .) -}}
 {{- $closed := .Values.admissionPolicy.systemNamespaces | toJson -}}
@@ -7,13 +8,16 @@
 {{- $drivers := .Values.admissionPolicy.csiDrivers | toJson -}}
 failurePolicy: Fail
 matchConstraints:
+  matchPolicy: Equivalent
+  namespaceSelector: {}
+  objectSelector: {}
   resourceRules:
-    - {apiGroups: [batch], apiVersions: ["*"], resources: [jobs, jobs/status], operations: [CREATE, UPDATE, DELETE]}
-    - {apiGroups: [""], apiVersions: ["*"], resources: [services], operations: [CREATE, UPDATE, DELETE]}
-    - {apiGroups: [discovery.k8s.io], apiVersions: ["*"], resources: [endpointslices], operations: [CREATE, UPDATE, DELETE]}
-    - {apiGroups: [networking.k8s.io], apiVersions: ["*"], resources: [networkpolicies], operations: [CREATE, UPDATE, DELETE]}
-    - {apiGroups: [""], apiVersions: ["*"], resources: [pods], operations: [DELETE]}
-    - {apiGroups: [finetune.dev], apiVersions: ["*"], resources: [finetunejobs], operations: [UPDATE, DELETE]}
+    - {apiGroups: [batch], apiVersions: ["*"], resources: [jobs, jobs/status], operations: [CREATE, UPDATE, DELETE], scope: "*"}
+    - {apiGroups: [""], apiVersions: ["*"], resources: [services], operations: [CREATE, UPDATE, DELETE], scope: "*"}
+    - {apiGroups: [discovery.k8s.io], apiVersions: ["*"], resources: [endpointslices], operations: [CREATE, UPDATE, DELETE], scope: "*"}
+    - {apiGroups: [networking.k8s.io], apiVersions: ["*"], resources: [networkpolicies], operations: [CREATE, UPDATE, DELETE], scope: "*"}
+    - {apiGroups: [""], apiVersions: ["*"], resources: [pods], operations: [DELETE], scope: "*"}
+    - {apiGroups: [finetune.dev], apiVersions: ["*"], resources: [finetunejobs], operations: [UPDATE, DELETE], scope: "*"}
 matchConditions:
   - name: asked-by-the-operator
     expression: request.userInfo.username == {{ $account | squote }}
