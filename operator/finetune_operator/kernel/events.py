@@ -19,6 +19,7 @@ from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import EVENTS, Object
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, is_finished, is_true
 from finetune_operator.reconcile.suspects import new_suspects
+from finetune_trainer.config import redact
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ class JobEvent:
     reason: str
     message: str
     subject: str = ""
+
+    def __post_init__(self) -> None:
+        """Remove credentials from the message, which may come from a log or a service."""
+        object.__setattr__(self, "message", redact(self.message))
 
     @property
     def identity(self) -> str:

@@ -11,8 +11,9 @@ intervals.
 import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+from finetune_operator.api.schema import ApiModel
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.events import EventPoster, events_between
@@ -26,6 +27,7 @@ from finetune_operator.kube.packed_jobs import pack
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, find, parse_rfc3339
+from finetune_trainer.config import redact
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ _NODES_SECONDS = 15.0
 _HANDLE_SECONDS = 30.0
 _WORDS_SECONDS = 15.0
 _MAX_REASONS = 4
+_Model = TypeVar("_Model", bound=ApiModel)
 
 
 class StaleError(Exception):
@@ -90,6 +93,7 @@ class StatusWriter:
         Raises:
             StaleError: The job has changed.
         """
+        status = without_credentials(status)
         self._ledgers.apply_status(view, status)
         with_handle = (
             view.parsed is not None and self._backends.finds_from_cache(view.backend) is False
@@ -112,7 +116,7 @@ class StatusWriter:
         Raises:
             StaleError: The job has changed.
         """
-        status = self._ledgers.with_ledger(view, status)
+        status = self._ledgers.with_ledger(view, without_credentials(status))
         change = status_patch(view.written, status)
         written = await self.patch(view, {"status": change}, is_status=True)
         phase, attempt = status.phase.value, status.attempt
@@ -268,6 +272,32 @@ def _without_resources(status: FineTuneJobStatus) -> FineTuneJobStatus:
         if condition.type != ConditionType.RESOURCES_READY
     ]
     return status.model_copy(update={"conditions": others})
+
+
+def without_credentials(status: FineTuneJobStatus) -> FineTuneJobStatus:
+    """Return the status with redacted messages and addresses; the same object if none changes.
+
+    Folders and checkpoints keep their URIs, by which jobs and attempts are compared.
+    """
+    found = {
+        "conditions": [_redacted(one, "message") for one in status.conditions],
+        "attempts": [_redacted(one, "message", "url") for one in status.attempts],
+        "suspects": [_redacted(one, "message") for one in status.suspects],
+        "trackers": status.trackers and [_redacted(one, "url") for one in status.trackers],
+        "artifacts": [redact(one) for one in status.artifacts],
+        "backend_ref": status.backend_ref and _redacted(status.backend_ref, "url"),
+    }
+    changed = {name: value for name, value in found.items() if value != getattr(status, name)}
+    return status.model_copy(update=changed) if changed else status
+
+
+def _redacted(model: _Model, *fields: str) -> _Model:
+    changed = {}
+    for name in fields:
+        text = getattr(model, name)
+        if text and (cleaned := redact(text)) != text:
+            changed[name] = cleaned
+    return model.model_copy(update=changed) if changed else model
 
 
 def status_patch(old: FineTuneJobStatus, new: FineTuneJobStatus) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class KubernetesWorld(World):
     def __init__(self, port: int) -> None:
         self._port = port
         super().__init__()
-        self.api.log_lines = {"tiny-1-1": ["a line", "CUDA error"]}
+        self.api.log_lines = {"tiny-1-1": ["HF_TOKEN=secret", "CUDA error"]}
 
     def given(self, context: BackendContext) -> Mapping[str, Backend]:
         return {"kubernetes": PromptBackend(context)}

@@ -29,6 +29,7 @@ from finetune_trainer.config.inspection import RowLengths as RowLengths
 from finetune_trainer.config.packed import ENV_TRAIN_CONFIG as ENV_TRAIN_CONFIG
 from finetune_trainer.config.packed import pack as pack
 from finetune_trainer.config.packed import unpack as unpack
+from finetune_trainer.config.redaction import redact as redact
 from finetune_trainer.config.report import MAX_SUSPECTS as MAX_SUSPECTS
 from finetune_trainer.config.report import SPENT_AS as SPENT_AS
 from finetune_trainer.config.report import SUSPECTS_FILE as SUSPECTS_FILE

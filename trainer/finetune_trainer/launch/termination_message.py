@@ -13,7 +13,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from finetune_trainer import first_signal
-from finetune_trainer.config import ExitCode, FailureClass, Progress, SampleAnswer, Termination
+from finetune_trainer.config import (
+    ExitCode,
+    FailureClass,
+    Progress,
+    SampleAnswer,
+    Termination,
+    redact,
+)
 from finetune_trainer.files import replace_text
 from finetune_trainer.launch.rank_report import RankReport
 
@@ -122,7 +129,11 @@ def write_termination(path: Path, termination: Termination) -> None:
 
 
 def message_text(termination: Termination) -> str:
-    """Return the termination as one line of JSON with a newline, of at most 4096 bytes."""
+    """Return the termination as one line of JSON with a newline, of at most 4096 bytes.
+
+    The message has no credentials, because everyone who may read the pod can read it.
+    """
+    termination = termination.model_copy(update={"message": redact(termination.message)})
     for candidate in _shortened(termination):
         text = candidate.model_dump_json(by_alias=True, exclude_none=True) + "\n"
         if len(text.encode()) <= MAX_TERMINATION_BYTES:

@@ -19,6 +19,7 @@ from finetune_trainer.config import (
     Progress,
     SampleAnswer,
     TrainConfig,
+    redact,
 )
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.telemetry.board import Board
@@ -352,7 +353,8 @@ class Telemetry:
         self._update(samples=tuple(samples.values()))
 
     def warn(self, sentence: str) -> None:
-        """Warn the user once per message: in the log, the progress and on stderr."""
+        """Warn the user once per message, without credentials: in log, progress and on stderr."""
+        sentence = redact(sentence)
         with self._lock:
             if sentence in self._warned:
                 return

@@ -19,7 +19,7 @@ from finetune_operator.backends.kubernetes.pod_facts import PodFacts
 from finetune_operator.backends.kubernetes.verdict import Verdict
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.resources import JOBS, Object
-from finetune_trainer.config import FailureClass
+from finetune_trainer.config import FailureClass, redact
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +82,11 @@ async def _log_tail(children: Children, pod: PodFacts) -> str:
             lines = client.log(
                 name, namespace, container=CONTAINER, tail=NUM_LINES, max_bytes=_MAX_BYTES
             )
-            text = "\n".join([line async for line in lines])[-_MAX_CHARACTERS:]
+            text = "\n".join([line async for line in lines])[-2 * _MAX_CHARACTERS :]
     except (ApiError, TimeoutError) as error:
         text = f"its log could not be read ({error or type(error).__name__})"
-    return f"the last lines of pod {name}:\n{text or '(none)'}"
+    # Everyone with the role view reads annotations, also without the right to read logs.
+    return f"the last lines of pod {name}:\n{redact(text)[-_MAX_CHARACTERS:] or '(none)'}"
 
 
 def kept_tail(batch_job: Object) -> list[str]:

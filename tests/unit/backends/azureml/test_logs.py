@@ -251,8 +251,8 @@ def test_a_signature_is_in_no_part_of_why_a_run_ended() -> None:
         ("no address? none", "no address? none"),
         ("it failed.\nPreemptionError: x\n", "it failed. PreemptionError: x"),
         (r'{"url":"https:\/\/a.test\/b?sv=1&sig=2"}', r'{"url":"https:\/\/a.test\/b"}'),
-        ("sas is sv=1&SIG=a%2Fb'; access_token=3", "sas is sv=…&SIG=…'; access_token=…"),
-        (r"se=1\u0026sig=2 and use=3, response=4", r"se=… and use=3, response=4"),
+        ("sas is sv=1&SIG=a%2Fb'; access_token=3", "sas is sv=1&SIG=…'; access_token=…"),
+        (r"se=1\u0026sig=2 and use=3, response=4", r"se=1\u0026sig=… and use=3, response=4"),
         ("x" * 2000, f"{'x' * 1000}…"),
     ],
 )

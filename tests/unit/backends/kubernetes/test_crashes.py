@@ -271,7 +271,8 @@ def test_the_undisturbed_lives_end_well_and_make_every_kind_of_write(
     assert restarted.seen[-1]["status"]["artifacts"] == ["pvc://models/tiny/adapter"]
     assert set(restarted.writes) >= WRITTEN
     cancelled = json.loads(restarted.seen[3]["Job tiny-1"])
-    assert cancelled["metadata"]["annotations"]["finetune.dev/last-lines"].endswith("CUDA error")
+    tail = cancelled["metadata"]["annotations"]["finetune.dev/last-lines"]
+    assert tail.endswith("\nHF_TOKEN=…\nCUDA error")
     assert cancelled["spec"]["activeDeadlineSeconds"] == 1
     assert [one["status"]["phase"] for one in queued.seen[1:3]] == ["Suspending", "Suspended"]
     given_up, _ = json.loads(queued.seen[2]["Job tiny-1"])["status"]["conditions"]
