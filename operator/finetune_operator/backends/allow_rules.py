@@ -3,10 +3,11 @@
 `fits` defines the meaning of a pattern.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from finetune_operator.api.problems import Problem
+from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.allowances import Allowances
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 
@@ -22,6 +23,16 @@ def refused(path: str, what: str, name: str, allowed: Collection[str]) -> Iterat
         listed = f" (allowed: {', '.join(allowed)})" if allowed else ""
         text = f"{name} is {what} that the profile does not allow{listed}; name another"
         yield Problem(path, text)
+
+
+def unless_resumed(job: FineTuneJob, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yield the problems of rules that are newer than some jobs.
+
+    They are warnings for a job that has a checkpoint: its training would otherwise end unfinished.
+    """
+    has_checkpoint = job.status.checkpoint.last is not None
+    for one in problems:
+        yield replace(one, severity=Severity.WARNING) if has_checkpoint else one
 
 
 def foreign(job: FineTuneJob, field: str, profile: str, allow: Allowances) -> list[Problem]:

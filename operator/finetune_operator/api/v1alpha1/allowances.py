@@ -50,6 +50,14 @@ class Allowances(ApiModel):
     max_resources: Annotated[dict[str, Quantity], Field(max_length=3)] = Field({})
     """Maximum cpu, memory and ephemeral-storage that a job's podTemplate may request per pod.
     Resources that are not listed, or that the profile sets, cannot be requested."""
+    max_empty_dir: Quantity | None = None
+    """Maximum sizeLimit of each emptyDir of a job's podTemplate, which must then set one. Absent
+    means no limit but the memory and ephemeral-storage of the pod."""
+    max_termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    """Maximum deadlines.terminationGraceSeconds of a job. Absent means no limit."""
+    require_queue: bool | None = None
+    """Whether a job must name a queue (spec.queue), so that Kueue admits it; absent means
+    false."""
     foreign_checkpoints: bool = False
     """Whether checkpoint.resumeFrom may name a checkpoint that another job has written, on a volume
     that the job may name. Otherwise such a job terminates with exit code 78."""
@@ -66,3 +74,9 @@ class Allowances(ApiModel):
     """Azure ML environments a job may choose, besides the profile's own."""
     datastores: Patterns = Field([])
     """Datastores of the workspace in which a job may name any path, to read and to write."""
+    models: Patterns | None = None
+    """Models of the workspace a job may name. Absent means any."""
+    registries: Patterns | None = None
+    """Azure ML registries whose models a job may name. Absent means any."""
+    experiments: Patterns | None = None
+    """Experiments a job may choose, besides the experiment of its namespace. Absent means any."""

@@ -95,6 +95,7 @@ def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
         *_compute(job, profile),
         *_names(job, profile),
         *_datastores(job, profile),
+        *allow_rules.unless_resumed(job, _models_and_experiment(job, profile)),
         *_length(job, profile),
     ]
 
@@ -220,6 +221,22 @@ def _datastores(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
         datastore = places.place_of(field, uri).datastore
         if datastore is not None:
             yield from refused(field, "a datastore", datastore, profile.spec.allow.datastores)
+
+
+def _models_and_experiment(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:
+    """Check the models, registries and experiment of the job, if the profile lists any."""
+    allow = profile.spec.allow
+    for field, uri in (uris.inputs_of(job) | uris.starts_of(job)).items():
+        if uris.is_on_hub(uri):
+            continue
+        place = places.place_of(field, uri)
+        if place.model is not None and allow.models is not None:
+            yield from refused(field, "a model", place.model, allow.models)
+        if place.registry is not None and allow.registries is not None:
+            yield from refused(field, "a registry", place.registry, allow.registries)
+    experiment = azureml_of(job.spec).experiment
+    if experiment not in (None, job.metadata.namespace) and allow.experiments is not None:
+        yield from refused(f"{FIELD}.experiment", "an experiment", experiment, allow.experiments)
 
 
 def _length(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:

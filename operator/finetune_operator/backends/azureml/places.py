@@ -33,7 +33,7 @@ file.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _DATASTORE = re.compile(r"azureml://datastores/([A-Za-z0-9_]+)/paths(?:/(.*))?")
 _REGISTRY_MODEL = re.compile(
-    rf"(azureml://registries/{_NAME}/models/{_NAME}/versions/{_NAME})(?:/(.*))?"
+    rf"(azureml://registries/({_NAME})/models/{_NAME}/versions/{_NAME})(?:/(.*))?"
 )
 _WORKSPACE_MODEL = re.compile(rf"azureml://models/({_NAME})/versions/({_NAME})(?:/(.*))?")
 # Characters refused in paths: escapes, separators of URLs, patterns, the backslash, and invisible
@@ -69,6 +69,8 @@ class Place:
         rest: Path below the root; empty for the root itself.
         datastore: Datastore of the URI; None for a registered model.
         path: Path in the datastore; empty for a registered model.
+        model: Name of a model of the workspace; None for other places.
+        registry: Registry of a model; None for other places.
     """
 
     root: str
@@ -76,6 +78,8 @@ class Place:
     type: InputType
     datastore: str | None = None
     path: str = ""
+    model: str | None = None
+    registry: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,12 @@ def place_of(field: str, uri: str) -> Place:
             )  # mount the folder of a file, so that the file retains its name
         return Place(folder + mounted, rest, InputType.FOLDER, datastore, path)
     if field in _MODELS and (match := _REGISTRY_MODEL.fullmatch(uri)):
-        return Place(match[1], _clean(uri, match[2]), InputType.MODEL)
+        root, registry, rest = match.groups()
+        return Place(root, _clean(uri, rest), InputType.MODEL, registry=registry)
     if field in _MODELS and (match := _WORKSPACE_MODEL.fullmatch(uri)):
         name, version, rest = match.groups()
-        return Place(f"azureml:{name}:{version}", _clean(uri, rest), InputType.MODEL)
+        root = f"azureml:{name}:{version}"
+        return Place(root, _clean(uri, rest), InputType.MODEL, model=name)
     raise BadUriError(f"{uri} cannot be used by the azureml backend; use {_forms(field)}")
 
 

@@ -66,7 +66,8 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
     """Return the credential of an identity.
 
     Args:
-        environ: Variables that workload identity sets in a pod; without them, the logged-in user.
+        environ: Variables that workload identity sets in a pod; without them, the logged-in user,
+            and the managed identity of the machine only if a client id names it.
         client_id: Client id of the identity; None for the operator's own.
         check: Called before each request for a token, which is read-only.
 
@@ -75,10 +76,15 @@ def credential(environ: Mapping[str, str], client_id: str | None, check: Check) 
     """
     from azure.identity import DefaultAzureCredential, WorkloadIdentityCredential
 
-    client_id = client_id or environ.get("AZURE_CLIENT_ID")
+    client_id = client_id or environ.get("AZURE_CLIENT_ID") or None
     token_file = environ.get("AZURE_FEDERATED_TOKEN_FILE")
     if token_file is None:
-        return DefaultAzureCredential(managed_identity_client_id=client_id)
+        # Without a client id the chain would take the identity of the machine, which on a node of a
+        # cluster is the kubelet's.
+        return DefaultAzureCredential(
+            managed_identity_client_id=client_id,
+            exclude_managed_identity_credential=client_id is None,
+        )
     tenant_id = environ.get("AZURE_TENANT_ID")
     if not client_id or not tenant_id:
         raise RefusedError(

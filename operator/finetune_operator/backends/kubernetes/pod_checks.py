@@ -39,6 +39,7 @@ def forbidden(job: FineTuneJob, profile: Snapshot) -> list[Problem]:
         *_kept(job, profile),
         *_nvme(job, profile.spec),
         *_queue(job, profile.spec),
+        *allow_rules.unless_resumed(job, _limits(job, profile)),
         *_nodes(job, profile),
         *_template(job, profile.spec),
         *trackers.problems(job, profile.spec),
@@ -203,6 +204,19 @@ def _nvme(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:
             f"{' or '.join(f'{folder}/NAME' for folder in dict.fromkeys(folders))}"
         )
         yield Problem("spec.strategy.nvmePath", text)
+
+
+def _limits(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
+    """Check the queue that the profile requires, the grace period and the sizes of emptyDirs."""
+    spec, allow = job.spec, profile.spec.allow
+    if allow.require_queue and spec.queue is None:
+        text = f"is missing, and profile {profile.name} requires a queue; name a LocalQueue"
+        yield Problem("spec.queue", f"{text} of the namespace")
+    grace, most = spec.deadlines.termination_grace_seconds, allow.max_termination_grace_seconds
+    if most is not None and grace > most:
+        text = f"{grace} is more than the {most} that profile {profile.name} allows; use at most"
+        yield Problem("spec.deadlines.terminationGraceSeconds", f"{text} {most}")
+    yield from pod_template.too_large(spec.pod_template, profile.spec)
 
 
 def _queue(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:

@@ -139,6 +139,26 @@ def _volumes(spec: Mapping[str, Any], allow: Allowances) -> Iterator[Problem]:
             yield from refused(where, "a claim", claim["claimName"], allow.claims)
 
 
+def too_large(template: PodTemplate | None, profile: FineTuneProfileSpec) -> Iterator[Problem]:
+    """Check the sizes of emptyDirs, which use the disk or the memory of a node."""
+    most = profile.allow.max_empty_dir
+    if template is None or most is None:
+        return
+    for index, volume in enumerate(template.spec.get("volumes", ())):
+        if "emptyDir" not in volume:
+            continue
+        path = f"{FIELD}.spec.volumes[{index}].emptyDir.sizeLimit"
+        limit = (volume["emptyDir"] or {}).get("sizeLimit")
+        try:
+            if limit is None:
+                yield Problem(path, f"is missing; set at most {most} (allow.maxEmptyDir)")
+            elif amount(limit) > amount(most):
+                text = f"{limit} is more than the {most} that the profile allows; use less"
+                yield Problem(path, text)
+        except ValueError as error:
+            yield Problem(path, str(error))
+
+
 def _container(
     container: Json, index: int, spec: Mapping[str, Any], profile: FineTuneProfileSpec
 ) -> Iterator[Problem]:

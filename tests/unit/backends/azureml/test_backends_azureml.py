@@ -15,9 +15,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from finetune_operator.api.problems import Severity
 from finetune_operator.api.v1alpha1 import FineTuneProfileSpec
 from finetune_operator.backends import registry
 from finetune_operator.backends.azureml.backend import AzureMLBackend
+from finetune_operator.backends.azureml.sdk import credential
 from finetune_operator.backends.base import Attempt
 from finetune_operator.cli.app import app
 from finetune_operator.errors import BackendError
@@ -138,6 +140,49 @@ def test_the_profile_alone_says_whether_another_jobs_checkpoint_is_loaded() -> N
         config = config_of(made.render(planned(**resumed), Attempt(1)))
         assert config.checkpoint.allow_foreign is allowed
         assert config.checkpoint.resume_from == "mount://resume"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allow", "expected"),
+    [
+        pytest.param(
+            {"model__source": "azureml://models/theirs/versions/1"},
+            {"models": ["ours-*"]},
+            "spec.model.source theirs is a model that the profile does not allow (allowed: ours-*)",
+            id="a model",
+        ),
+        pytest.param(
+            {"model__source": "azureml://registries/theirs/models/m/versions/1"},
+            {"registries": []},
+            "spec.model.source theirs is a registry that the profile does not allow",
+            id="a registry",
+        ),
+        pytest.param(
+            {"backend__azureml__experiment": "theirs"},
+            {"experiments": ["team-*"]},
+            "spec.backend.azureml.experiment theirs is an experiment that the profile does not",
+            id="an experiment",
+        ),
+    ],
+)
+def test_a_profile_lists_models_registries_and_experiments(
+    overrides: dict[str, Any], allow: dict[str, Any], expected: str
+) -> None:
+    named = {**JOB, **overrides}
+    assert backend(profile({})).validate(job(**named)) == []
+    (found,) = backend(profile(allow)).validate(job(**named))
+    assert str(found).startswith(expected)
+    last = {"step": 3, "uri": "azureml://x", "time": "2026-01-01T00:00:00Z", "worldSize": 1}
+    resumed = job(**{**named, "status.checkpoint.last": last})
+    assert [one.severity for one in backend(profile(allow)).validate(resumed)] == [Severity.WARNING]
+
+
+def test_the_identity_of_the_machine_is_used_only_by_its_client_id() -> None:
+    pytest.importorskip("azure.identity", reason="needs the extra azureml")
+    for client_id, is_used in ((None, False), ("11111111-1111-1111-1111-111111111111", True)):
+        chain = credential({}, client_id, lambda is_write: None)
+        names = {type(one).__name__ for one in chain.credentials}
+        assert ("ManagedIdentityCredential" in names) is is_used
 
 
 DATASTORE_FORM = "use azureml://datastores/DATASTORE/paths/PATH"

@@ -275,6 +275,66 @@ def test_the_root_of_a_volume_is_refused_unless_the_job_has_a_checkpoint_there()
         }
 
 
+LIMITS: Mapping[str, Any] = {
+    "requireQueue": True,
+    "maxTerminationGraceSeconds": 60,
+    "maxEmptyDir": "1Gi",
+}
+
+
+def with_empty_dir(**source: Any) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"volumes": [{"name": "own", "emptyDir": source}]}}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(
+            {"queue": None},
+            "spec.queue is missing, and profile default requires a queue; name a LocalQueue of the "
+            "namespace",
+            id="no queue",
+        ),
+        pytest.param(
+            {"deadlines": {"terminationGraceSeconds": 61}},
+            "spec.deadlines.terminationGraceSeconds 61 is more than the 60 that profile default "
+            "allows; use at most 60",
+            id="a long grace period",
+        ),
+        pytest.param(
+            with_empty_dir(),
+            "spec.podTemplate.spec.volumes[0].emptyDir.sizeLimit is missing; set at most 1Gi "
+            "(allow.maxEmptyDir)",
+            id="no size",
+        ),
+        pytest.param(
+            with_empty_dir(medium="Memory", sizeLimit="1025Mi"),
+            "spec.podTemplate.spec.volumes[0].emptyDir.sizeLimit 1025Mi is more than the 1Gi that "
+            "the profile allows; use less",
+            id="a large size",
+        ),
+        pytest.param(
+            with_empty_dir(sizeLimit="many"),
+            "spec.podTemplate.spec.volumes[0].emptyDir.sizeLimit many is not a valid amount",
+            id="not a size",
+        ),
+    ],
+)
+def test_limits_of_a_profile_hold_for_jobs_without_a_checkpoint(
+    overrides: dict[str, Any], expected: str
+) -> None:
+    limited = backend(profile(allow=LIMITS))
+    allowed = {"queue": {"name": "q"}, "deadlines": {"terminationGraceSeconds": 60}}
+    assert limited.validate(job(**{**JOB, **allowed, **with_empty_dir(sizeLimit=1024)})) == []
+    (found,) = limited.validate(job(**{**JOB, **allowed, **overrides}))
+    assert str(found).startswith(expected)
+    assert found.severity is Severity.ERROR
+    last = {"step": 3, "uri": "pvc://checkpoints/a", "time": "2026-01-01T00:00:00Z", "worldSize": 1}
+    resumed = job(**{**JOB, **allowed, **overrides, "status.checkpoint.last": last})
+    assert [one.severity for one in limited.validate(resumed)] == [Severity.WARNING]
+    assert backend(profile()).validate(job(**{**JOB, **allowed, **overrides})) == []
+
+
 def test_pods_of_a_namespace_mount_its_own_folder_of_a_shared_volume() -> None:
     volume = {"name": "v", "mountPath": "/vol", "source": BLOB, "subPath": "a/{namespace}/b"}
     backed = backend(profile(volumes=[volume], allow={"namespaces": ["*"]}))
