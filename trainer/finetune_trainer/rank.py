@@ -49,6 +49,7 @@ from finetune_trainer.model.float8 import check_float8
 from finetune_trainer.model.identity import model_fingerprint, pinned, weights_fingerprint
 from finetune_trainer.model.isolation import check_isolation
 from finetune_trainer.model.load import (
+    download_weights,
     is_loaded_once,
     load_device,
     load_model,
@@ -114,7 +115,8 @@ def run(
     _report_data(config, world, telemetry, plan, dataset, held_out)
     is_old = checkpoint is not None and checkpoint.method == _method_hash(requested, [])
     unreached = _unreached(config, dataset, agreement.any(is_old), warn_from_rank0)
-    load = partial(_load, config, world, telemetry, dataset, refusals, unreached)
+    unless_stopped(agreement, stop, partial(_download, config, world, telemetry, dataset))
+    load = partial(_load, config, world, telemetry, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
         try_export(module.model, tokenizer, config, dataset.ordered_stops, refusals)
@@ -340,18 +342,24 @@ def _check_float8(
         check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 
 
+def _download(
+    config: TrainConfig, world: World, telemetry: Telemetry, dataset: TokenDataset
+) -> None:
+    """Download the weights of a model that fits into memory."""
+    telemetry.phase(Phase.LOADING)
+    if not config.data.packing:
+        _check_memory(config, world, int(dataset.lengths.max()))
+    download_weights(config, world)
+
+
 def _load(
     config: TrainConfig,
     world: World,
     telemetry: Telemetry,
-    dataset: TokenDataset,
     refusals: Refusals,
     unreached: list[str],
 ) -> CausalLoss:
     """Load, adapt and prepare the model, the same on every rank."""
-    telemetry.phase(Phase.LOADING)
-    if not config.data.packing:
-        _check_memory(config, world, int(dataset.lengths.max()))
     if config.training.compile:
         report_compilations(telemetry.compiling)
     record_memory_history(config)

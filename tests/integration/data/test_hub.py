@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from finetune_trainer.data.source import _foreign_file
 from support.data.hub_server import HubServer, hub_of
 from support.data.text_fixtures import tiny_model
 
@@ -30,6 +31,24 @@ for line in sys.stdin:
         print(json.dumps([[row.values for row in rows], rows.fingerprint()]))
     except DataError as error:
         print(json.dumps([str(error), ""]))
+"""
+
+
+FIND = """
+import json, os, sys
+from finetune_trainer.config import ModelConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.model.snapshot import folder_with_weights, model_folder
+
+for line in sys.stdin:
+    name, kind = line.split()
+    find = folder_with_weights if kind == "all" else model_folder
+    try:
+        folder = find(ModelConfig(path=name))
+        found = sorted(path.name for path in folder.rglob("*") if path.is_file())
+        print(json.dumps([folder.is_absolute(), found]))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
 """
 
 
@@ -95,6 +114,78 @@ def test_rows_come_from_the_named_repository_and_from_no_file_of_this_machine(
     for name, (error, _) in zip(cards, hostile, strict=True):
         assert isinstance(error, str), (name, error)
         assert error.startswith(f"spec.dataset.source {name} split 'train' cannot be loaded: ")
+
+
+def test_a_model_is_a_snapshot_of_the_files_that_are_read(hub: HubServer, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    plain = {"config.json": "", "tokenizer.json": "", "README.md": "", "code.py": ""}
+    pickles = {"pytorch_model.bin": "", "tf_model.h5": "", "onnx/model.onnx": ""}
+    shards = {"model-1.safetensors": "", "model-2.safetensors": "", "other.safetensors": ""}
+    upward = {"weight_map": {"a": "../../secret.safetensors"}}
+    named = "model.safetensors.index.json"
+    models = {
+        "org/whole": {**plain, **pickles, "model.safetensors": "", "consolidated.safetensors": ""},
+        "org/shards": {**plain, **pickles, **shards, named: json.dumps(index)},
+        "org/pickles": {**plain, **pickles},
+        "org/adapter": {"adapter_config.json": "{}", "adapter_model.safetensors": ""},
+        "org/upward": {**plain, named: json.dumps(upward)},
+    }
+    for name, files in models.items():
+        for file, text in files.items():
+            path = hub.folder / "models" / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text or f"{name}/{file}")
+    for name in ("org/whole", "org/absent"):
+        (tmp_path / "work" / name).mkdir(parents=True)
+        (tmp_path / "work" / name / "model.safetensors").write_text("of this machine")
+    asked = ["org/whole some", "org/whole all", "org/shards all", "org/shards all"]
+    asked += ["org/pickles all", "org/adapter all", "org/upward all", "org/absent all"]
+    done = subprocess.run(
+        [sys.executable, "-c", FIND],
+        cwd=tmp_path / "work",
+        env=environment(hub, tmp_path),
+        input="\n".join(asked),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    some, whole, first, again, *refused = map(json.loads, done.stdout.splitlines())
+    assert some == [True, ["config.json", "tokenizer.json"]]
+    assert whole == [True, ["config.json", "model.safetensors", "tokenizer.json"]]
+    read = ["config.json", "model-1.safetensors", "model-2.safetensors", named, "tokenizer.json"]
+    assert first == again == [True, read]
+    sent = [name for name in hub.downloads if name.startswith("org/shards/")]
+    assert sorted(sent) == [f"org/shards/{name}" for name in read], "each once"
+    field = "spec.model.source"
+    for sentence, part in zip(
+        refused,
+        (
+            f"{field} org/pickles has no model.safetensors at revision main; name a revision",
+            f"{field} org/adapter: it holds an adapter and no model; use the base model",
+            "names ../../secret.safetensors, which is not a file below this folder",
+            f"{field}: the model of org/absent cannot be loaded (",
+        ),
+        strict=True,
+    ):
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "is_foreign"),
+    [
+        ("hf://datasets/org/x@c0/train.jsonl", False),
+        ("hf://datasets/org/x@c1/train.jsonl", True),
+        ("hf://datasets/org/x@c0/../y@c0/train.jsonl", True),
+        ("zip://a.jsonl::hf://datasets/org/x@c0/a.zip", True),
+        ("/data/rows.jsonl", True),
+        ("https://example.com/rows.jsonl", True),
+    ],
+)
+def test_a_file_of_a_card_must_lie_in_its_repository_at_its_commit(
+    file: str, is_foreign: bool
+) -> None:
+    own = "hf://datasets/org/x@c0/a.jsonl"
+    assert _foreign_file("org/x", "c0", [own, file]) == (file if is_foreign else None)
 
 
 @pytest.mark.full

@@ -186,7 +186,7 @@ def test_a_name_on_the_hub_is_never_a_folder_of_this_machine(
 ) -> None:
     tiny_model(tmp_path / "org" / "tiny")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^spec\.model\.source org/tiny: the current folder"):
+    with pytest.raises(ConfigError, match=r"^spec\.model\.source: the model of org/tiny"):
         read(ModelConfig(path="org/tiny"))
 
 

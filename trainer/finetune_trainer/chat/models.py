@@ -26,7 +26,8 @@ from finetune_trainer.config import ChatConfig, ModelConfig
 from finetune_trainer.export.end_tokens import own_end_ids, with_stops
 from finetune_trainer.export.settings import GENERATION_CONFIG
 from finetune_trainer.model.adapters import ADAPTER_CONFIG, load_adapter
-from finetune_trainer.model.load import add_rows, explained, load_model, load_tokenizer
+from finetune_trainer.model.folder_advice import explained
+from finetune_trainer.model.load import add_rows, load_model, load_tokenizer
 from finetune_trainer.model.loss import base_of
 from finetune_trainer.model.weight_files import weight_files_in
 from finetune_trainer.refusals import Refusals

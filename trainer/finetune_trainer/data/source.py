@@ -12,9 +12,10 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -197,17 +198,31 @@ class HubRows:
             f"hf://datasets/{source.path}", cache_dir=str(folder)
         )
         # The name of a format, such as `json`, would load the files of the current folder.
-        # `datasets` checks that the files of a repository belong to it.
         if builder.repo_id != source.path:
             raise DataError(
                 f"{self.field} {source.path} is not on the hub; name a data set as hf://ORG/NAME, "
                 "or local files as file://"
+            )
+        files = (builder.config.data_files or {}).values()
+        if foreign := _foreign_file(source.path, str(builder.hash), chain.from_iterable(files)):
+            raise DataError(
+                f"{self.field} {source.path} names the file {foreign}, which is not in this "
+                "repository; correct data_files in its card"
             )
         builder.download_and_prepare()
         return builder.as_dataset(split=source.split)
 
 
 Rows = FileRows | HubRows
+
+
+def _foreign_file(name: str, commit: str, files: Iterable[str]) -> str | None:
+    """Return a file that a repository's card names and this commit of it does not contain.
+
+    `datasets` checks it, too. A later version may accept local paths again.
+    """
+    root = f"hf://datasets/{name}@{commit}/"
+    return next((one for one in files if not one.startswith(root) or ".." in one.split("/")), None)
 
 
 def _read(file: Path) -> Iterator[Row]:

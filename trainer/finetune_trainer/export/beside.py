@@ -14,8 +14,8 @@ from finetune_trainer.export.end_tokens import EndTokens
 from finetune_trainer.export.model_card import CardFacts, Kind, model_card, notes
 from finetune_trainer.export.settings import GENERATION_CONFIG, complete_config, set_end_tokens
 from finetune_trainer.export.tokenizer import reader_notes, write_tokenizer
-from finetune_trainer.model.identity import model_folder
 from finetune_trainer.model.load import base_name
+from finetune_trainer.model.snapshot import model_folder
 from finetune_trainer.model.unread import Unread, unread_tensors
 
 if TYPE_CHECKING:

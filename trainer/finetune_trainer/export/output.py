@@ -26,9 +26,10 @@ from finetune_trainer.export.publish import (
     refuse_foreign,
 )
 from finetune_trainer.export.settings import GENERATION_CONFIG
-from finetune_trainer.export.unread import PROCESSOR_FILES, add_unread
+from finetune_trainer.export.unread import add_unread
 from finetune_trainer.model.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from finetune_trainer.model.load import base_name
+from finetune_trainer.model.snapshot import PROCESSOR_FILES
 
 if TYPE_CHECKING:
     from peft import PeftModel

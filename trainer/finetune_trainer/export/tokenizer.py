@@ -12,23 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import ModelConfig
 from finetune_trainer.export.end_tokens import EndTokens
+from finetune_trainer.model.snapshot import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FILES = (
-    "*.model",
-    "*.tiktoken",
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template*",
-    "merges*",
-    "special_tokens_map.json",
-    "tekken*",
-    "tokenizer*",
-    "vocab*",
-)
-"""Files of tokenizers of all kinds, as patterns."""
 _SETTINGS, _TOKENS, _MAP = "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"
 
 
@@ -71,7 +59,7 @@ def _copy(base: Path, folder: Path) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     """Return the files of the tokenizer in `folder`."""
-    found = (path for pattern in FILES for path in folder.glob(pattern))
+    found = (path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
     return sorted(path for path in found if path.is_file())
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.model.snapshot import PROCESSOR_FILES
 from finetune_trainer.model.unread import Unread
 
-PROCESSOR_FILES = "*processor_config.json"
 _INDEX = "model.safetensors.index.json"
 _OF_THE_RUN = ("architectures", "quantization_config", "transformers_version")
 """Keys of a saved `config.json` that its part in the base's `config.json` does not get."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import LoraSettings, ModelConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.load import base_name, explained, new_token_ids
+from finetune_trainer.model.folder_advice import explained
+from finetune_trainer.model.load import base_name, new_token_ids
 from finetune_trainer.refusals import STRICT, Refusals
 
 if TYPE_CHECKING:

@@ -1,10 +1,12 @@
-"""Suggest a remedy for a model folder that cannot be used, by its files."""
+"""Explain why a model cannot be used, with a remedy that depends on its files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune_trainer.config import ModelConfig
-from finetune_trainer.errors import ConfigError
+from finetune_trainer.control import is_out_of_memory
+from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.refusals import Refusals
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -30,7 +32,7 @@ def about_weights(path: str) -> str:
     return "it has no model.safetensors; copy the weights there"
 
 
-def refuse_model_with_adapter(config: ModelConfig, refusals: Refusals) -> None:
+def refuse_model_with_adapter(config: ModelConfig, folder: Path, refusals: Refusals) -> None:
     """Refuse a new run on a base that holds an adapter beside its weights.
 
     transformers would load the base that the adapter names, and the adapter into it.
@@ -38,12 +40,7 @@ def refuse_model_with_adapter(config: ModelConfig, refusals: Refusals) -> None:
     Raises:
         ConfigError: the run is new, and the folder or the repository has both.
     """
-    from transformers.utils import find_adapter_config_file
-
-    folder = Path(config.path)
-    if folder.is_dir() and not _first(folder, _WEIGHTS):
-        return
-    if find_adapter_config_file(config.path, revision=config.revision or "main") is None:
+    if not (folder / "adapter_config.json").is_file() or not _first(folder, _WEIGHTS):
         return
     refusals.refuse(
         ConfigError(
@@ -61,6 +58,32 @@ def about_tokenizer(path: str) -> str:
     if not folder.is_dir() or _first(folder, _TOKENIZERS):
         return ""
     return "it has no tokenizer.json; save the model's tokenizer there, too (save_pretrained)"
+
+
+@contextmanager
+def explained(subject: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
+    """Convert any exception of a library that reads `subject` into a ConfigError.
+
+    A damaged file may raise any class of error (of safetensors, a missing key, a wrong type), and
+    the next attempt would fail in the same way. Out-of-memory errors pass unchanged. `advice`
+    returns a specific remedy, or an empty string for the general one.
+    """
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if lines and not isinstance(error, (OSError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"  # the text of a KeyError is only the key
+        remedy = (advice() if advice is not None else "") or (
+            "check the name, the revision, that its files are complete and, for a gated model, the "
+            "token"
+        )
+        raise ConfigError(f"{subject} cannot be loaded ({reason}); {remedy}") from error
 
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> str:

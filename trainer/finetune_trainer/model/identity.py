@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune_trainer.config import ModelConfig, TrainConfig
-from finetune_trainer.model.load import explained
+from finetune_trainer.model.folder_advice import explained
+from finetune_trainer.model.snapshot import model_folder
 from finetune_trainer.model.weight_files import weight_files_in
 from finetune_trainer.world import World, gather_objects
 
@@ -40,7 +41,7 @@ class RecordedBase(Protocol):
 def model_fingerprint(config: ModelConfig) -> str:
     """Identify the requested model: hub name and revision, or configuration and file sizes."""
     folder = Path(config.path)
-    if not folder.is_dir():
+    if not folder.is_absolute():
         return f"{config.path}@{config.revision or 'main'}"
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
@@ -61,7 +62,7 @@ def weights_fingerprint(config: ModelConfig) -> str:
         ConfigError: a file cannot be read.
     """
     folder = Path(config.path)
-    if not folder.is_dir():
+    if not folder.is_absolute():
         revision = config.revision or ""
         return _PINNED + revision if _COMMIT.fullmatch(revision) else ""
     digest = hashlib.sha256()
@@ -75,6 +76,8 @@ def weights_fingerprint(config: ModelConfig) -> str:
 def pinned(config: TrainConfig, world: World, recorded: RecordedBase | None) -> TrainConfig:
     """Return the configuration with the commit of the hub's revision; a collective.
 
+    One rank of each node downloads settings and tokenizer.
+
     A branch may move between two attempts, and while the ranks of an attempt are loading. The first
     attempt stores the commit in its checkpoints, and later attempts that resume from them use it.
 
@@ -87,15 +90,17 @@ def pinned(config: TrainConfig, world: World, recorded: RecordedBase | None) -> 
     Raises:
         ConfigError: the hub does not have the model, or cannot be reached.
     """
-    path = Path(config.model.path)
-    if path.is_absolute() or path.is_dir():
+    if Path(config.model.path).is_absolute():
         return config
     commit = _commit(config.model, recorded) if world.is_main else None
     world.liveness_barrier()  # the hub may be slow
     found = gather_objects(world.control_group, commit)
-    if found[0] is None:
-        return config
-    model = config.model.model_copy(update={"revision": found[0]})
+    model = config.model
+    if found[0] is not None:
+        model = model.model_copy(update={"revision": found[0]})
+    if world.local_rank == 0:
+        model_folder(model)
+    world.liveness_barrier()
     return config.model_copy(update={"model": model})
 
 
@@ -106,28 +111,13 @@ def _commit(model: ModelConfig, recorded: RecordedBase | None) -> str | None:
             return commit
     if _COMMIT.fullmatch(model.revision or ""):
         return model.revision
-    from transformers.utils.hub import cached_file
-
-    with explained(f"spec.model.source: the model of {model.path}"):
-        file = cached_file(model.path, "config.json", revision=model.revision or "main")
-    parts = Path(file or "").parts  # …/snapshots/COMMIT/config.json
-    commit = parts[-2] if len(parts) > 1 else ""
+    commit = model_folder(model).name  # …/snapshots/COMMIT
     return commit if _COMMIT.fullmatch(commit) else None
 
 
 def weight_files(config: ModelConfig) -> list[Path]:
     """Return the weight files of a model that has been loaded, also from the hub's cache."""
     return weight_files_in(model_folder(config))
-
-
-def model_folder(config: ModelConfig) -> Path:
-    """Return the folder of a model that has been loaded, also in the hub's cache."""
-    from transformers.utils.hub import cached_file
-
-    folder = Path(config.path)
-    if folder.is_dir() or folder.is_absolute():  # an absolute path is no name on the hub
-        return folder
-    return Path(cached_file(config.path, "config.json", revision=config.revision or "main")).parent
 
 
 def _samples(file: Path) -> Iterator[tuple[str, bytes]]:

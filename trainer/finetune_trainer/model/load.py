@@ -5,22 +5,21 @@ GPU.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.config import ModelConfig, TrainConfig
-from finetune_trainer.control import is_out_of_memory
 from finetune_trainer.data.rules import Rules
 from finetune_trainer.data.template import with_arguments
-from finetune_trainer.errors import ConfigError, TrainerError
+from finetune_trainer.errors import ConfigError
 from finetune_trainer.links import leads_back
 from finetune_trainer.model.completeness import refuse_random_weights
 from finetune_trainer.model.folder_advice import (
     about_tokenizer,
     about_weights,
+    explained,
     refuse_model_with_adapter,
 )
 from finetune_trainer.model.quantize import (
@@ -29,6 +28,7 @@ from finetune_trainer.model.quantize import (
     unquantized_warning,
     use_pure_products,
 )
+from finetune_trainer.model.snapshot import folder_with_weights, model_folder
 from finetune_trainer.model.stored_quantization import (
     finish_dequantizing,
     prepare_settings,
@@ -37,6 +37,7 @@ from finetune_trainer.model.stored_quantization import (
 )
 from finetune_trainer.model.tokenizer_file import use_own_file
 from finetune_trainer.refusals import STRICT, Refusals
+from finetune_trainer.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -64,14 +65,12 @@ def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTra
     """
     from transformers import AutoTokenizer
 
-    _check_place(config.path)
-    advice = partial(about_tokenizer, config.path)
+    folder = _folder(config)
+    advice = partial(about_tokenizer, str(folder))
     with explained(f"spec.model.source: the tokenizer of {config.path}", advice):
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision or "main", trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         if rules is not Rules.RELEASE_0_1_0:
-            use_own_file(tokenizer, config.path, config.revision or "main")
+            use_own_file(tokenizer, folder)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
@@ -84,26 +83,20 @@ def load_tokenizer(config: ModelConfig, rules: Rules = Rules.CURRENT) -> "PreTra
     return tokenizer
 
 
-def _check_place(path: str) -> None:
-    """Check that a name on the hub is not read from the current folder, as libraries would.
+def _folder(config: ModelConfig) -> Path:
+    """Return the folder of a model, without weights if the hub has it.
 
     Raises:
-        ConfigError: an absolute path is not a folder, or a name is a folder.
+        ConfigError: the path of a local model is not a folder, or as `model_folder`.
     """
-    if Path(path).is_dir() == Path(path).is_absolute():
-        return
-    if Path(path).is_absolute():
-        reason = (
-            "is a symbolic link that leads back to itself; remove it"
-            if leads_back(Path(path))
-            else "is not a folder; check the path"
-        )
-        raise ConfigError(f"spec.model.source {path} {reason}")
-    raise ConfigError(
-        f"spec.model.source {path}: the current folder ({Path.cwd()}) has a folder of this name, "
-        "which is not the model on the hub; start in another folder, or give the absolute path of "
-        "a local model"
-    )
+    folder = model_folder(config)
+    if folder.is_dir():
+        return folder
+    if leads_back(folder):
+        reason = "is a symbolic link that leads back to itself; remove it"
+    else:
+        reason = "is not a folder; check the path"
+    raise ConfigError(f"spec.model.source {folder} {reason}")
 
 
 def new_token_ids(config: ModelConfig) -> list[int]:
@@ -133,6 +126,16 @@ def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torc
     return torch.device("cpu" if rank == 0 else "meta")
 
 
+def download_weights(config: TrainConfig, world: World) -> None:
+    """Download the weights by one rank of each node on which a rank loads them.
+
+    Raises:
+        ConfigError: as `folder_with_weights`.
+    """
+    if world.local_rank == 0 and load_device(config, world.rank, world.device).type != "meta":
+        folder_with_weights(config.model)
+
+
 def load_settings(config: ModelConfig) -> "PretrainedConfig":
     """Read the model's `config.json` with transformers.
 
@@ -141,10 +144,10 @@ def load_settings(config: ModelConfig) -> "PretrainedConfig":
     """
     from transformers import AutoConfig
 
-    _check_place(config.path)
+    folder = _folder(config)
     with explained(f"spec.model.source: the model of {config.path}"):
         settings: PretrainedConfig = AutoConfig.from_pretrained(
-            config.path, revision=config.revision or "main", trust_remote_code=False
+            str(folder), trust_remote_code=False
         )
     parts: list[Any] = [settings, getattr(settings, "text_config", None)]
     for part in parts:
@@ -180,8 +183,9 @@ def load_model(
     source, dtype = config.model, _base_dtype(config)
     quantization = quantization_config(config, dtype)
     settings = load_settings(source)
-    refuse_model_with_adapter(source, refusals)
-    advice = partial(about_weights, source.path)
+    folder = _folder(source) if device.type == "meta" else folder_with_weights(source)
+    refuse_model_with_adapter(source, folder, refusals)
+    advice = partial(about_weights, str(folder))
     with explained(f"spec.model.source: the model of {source.path}", advice):
         _set_dropout(settings, config.training.dropout)
         stored = stored_kind(settings)
@@ -191,8 +195,7 @@ def load_model(
             model = without_weights(settings, dtype)
         else:
             model, found = AutoModelForCausalLM.from_pretrained(
-                source.path,
-                revision=source.revision or "main",
+                str(folder),
                 config=settings,
                 dtype=dtype,
                 quantization_config=quantization if quantises or stored else None,
@@ -237,7 +240,7 @@ def base_name(config: ModelConfig) -> str | None:
     if config.base_name:
         return config.base_name
     folder = Path(config.path)
-    if not folder.is_dir():
+    if not folder.is_absolute():
         return config.path
     recorded = json.loads((folder / "config.json").read_text()).get("_name_or_path")
     return recorded if recorded and not Path(recorded).is_absolute() else None
@@ -333,29 +336,3 @@ def _set_dropout(settings: object, dropout: float | None) -> None:
         )
     for name in present:
         setattr(settings, name, dropout)
-
-
-@contextmanager
-def explained(subject: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """Convert any exception of a library that reads `subject` into a ConfigError.
-
-    A damaged file may raise any class of error (of safetensors, a missing key, a wrong type), and
-    the next attempt would fail in the same way. Out-of-memory errors pass unchanged. `advice`
-    returns a specific remedy, or an empty string for the general one.
-    """
-    try:
-        yield
-    except TrainerError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        if lines and not isinstance(error, (OSError, ValueError)):
-            reason = f"{type(error).__name__}: {reason}"  # the text of a KeyError is only the key
-        remedy = (advice() if advice is not None else "") or (
-            "check the name, the revision, that its files are complete and, for a gated model, the "
-            "token"
-        )
-        raise ConfigError(f"{subject} cannot be loaded ({reason}); {remedy}") from error

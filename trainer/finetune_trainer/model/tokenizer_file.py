@@ -6,7 +6,7 @@ normalizer or pre-tokenizer than the file has (transformers issue 45488). Server
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune_trainer.errors import ConfigError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PARTS = ("normalizer", "pre_tokenizer", "model")
 
 
-def use_own_file(tokenizer: "PreTrainedTokenizerBase", path: str, revision: str) -> None:
+def use_own_file(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Replace the backend of a fast tokenizer if it differs from the model's `tokenizer.json`.
 
     Special tokens, and begin and end tokens, stay as transformers sets them.
@@ -25,8 +25,8 @@ def use_own_file(tokenizer: "PreTrainedTokenizerBase", path: str, revision: str)
     Raises:
         ConfigError: file and configuration number the special tokens differently.
     """
-    file = _find(path, revision) if tokenizer.is_fast else None
-    if file is None:
+    file = folder / "tokenizer.json"
+    if not tokenizer.is_fast or not file.is_file():
         return
     from tokenizers import Tokenizer
 
@@ -49,16 +49,3 @@ def use_own_file(tokenizer: "PreTrainedTokenizerBase", path: str, revision: str)
             f"and tokenizer_config.json as {number}; save the tokenizer again (save_pretrained)"
         )
     tokenizer._tokenizer = own
-
-
-def _find(path: str, revision: str) -> Path | None:
-    """Return the file in the model's folder or in the hub's cache; None if there is no file."""
-    name = "tokenizer.json"
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return file if file.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    missing: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    cached = cached_file(path, name, revision=revision, **missing)
-    return Path(cached) if cached else None

@@ -6,6 +6,9 @@ from pathlib import Path
 from finetune_trainer.config import is_below
 from finetune_trainer.errors import ConfigError
 
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 
 def weight_files_in(folder: Path) -> list[Path]:
     """Return the weight files that transformers would load.
@@ -13,7 +16,7 @@ def weight_files_in(folder: Path) -> list[Path]:
     Raises:
         ConfigError: the index names a file that is not below the folder.
     """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole, index = folder / WHOLE, folder / INDEX
     if whole.is_file():
         return [whole]
     if index.is_file():
