@@ -12,6 +12,7 @@ from dataclasses import replace
 from finetune_operator import __version__
 from finetune_operator.cli.cluster_probe import Probe
 from finetune_operator.cli.doctor_api import NOT_THERE, check_crds, check_version
+from finetune_operator.cli.doctor_network import check_network
 from finetune_operator.cli.doctor_places import (
     check_gpus,
     check_policy,
@@ -44,6 +45,7 @@ CHECKS: dict[str, Check] = {
     "storage": check_storage,
     "GPU nodes": check_gpus,
     "admission policy": check_policy,
+    "NetworkPolicies": check_network,
 }
 
 

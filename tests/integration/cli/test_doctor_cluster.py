@@ -421,6 +421,65 @@ def test_gpus_are_counted_and_nodes_whose_driver_does_not_run_are_told(
     }
 
 
+DAEMON_SETS = Resource("apps", "v1", "daemonsets", "DaemonSet")
+TEMPLATE = {
+    "metadata": {"labels": {"app": "net"}},
+    "spec": {"containers": [{"name": "net", "image": "registry.test/net"}]},
+}
+AKS_POLICY = "kubernetes.azure.com/network-policy"
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "ready", "state"),
+    [
+        pytest.param("cilium", "Cilium", 3, "ok", id="Cilium"),
+        pytest.param("calico-node", "Calico", 3, "ok", id="Calico"),
+        pytest.param("azure-npm", "Azure NPM", 3, "ok", id="Azure NPM"),
+        pytest.param("azure-npm", "Azure NPM", 2, "absent", id="Azure NPM, not on every node"),
+        pytest.param("azure-cns", "enforcement", 3, "unknown", id="a plugin without policies"),
+    ],
+)
+def test_enforcement_of_network_policies_is_known_by_daemon_sets(
+    doctor: Doctor, put: Callable[..., None], name: str, engine: str, ready: int, state: str
+) -> None:
+    spec = {"selector": {"matchLabels": {"app": "net"}}, "template": TEMPLATE}
+    status = {
+        "currentNumberScheduled": 3,
+        "desiredNumberScheduled": 3,
+        "numberMisscheduled": 0,
+        "numberReady": ready,
+    }
+    put(DAEMON_SETS, name, "kube-system", spec=spec, status=status)
+    assert doctor().states("NetworkPolicies") == {engine: state}
+
+
+@pytest.mark.parametrize(
+    ("policies", "expected"),
+    [
+        pytest.param(["none", "none"], {"enforcement": "absent"}, id="AKS without policies"),
+        pytest.param(["calico", "calico"], {"Calico": "ok"}, id="AKS with Calico"),
+        pytest.param(["none", "calico"], {"enforcement": "unknown"}, id="nodes that differ"),
+        pytest.param([], {"enforcement": "unknown"}, id="no label"),
+    ],
+)
+def test_enforcement_of_network_policies_is_known_by_labels_of_aks(
+    doctor: Doctor, put: Callable[..., None], policies: list[str], expected: dict[str, str]
+) -> None:
+    for at, policy in enumerate(policies):
+        put(NODES, f"aks-{at}", metadata={"labels": {AKS_POLICY: policy}})
+    report = doctor()
+    assert report.states("NetworkPolicies") == expected
+    if expected == {"enforcement": "absent"}:
+        assert "every pod of the cluster can connect" in report.of("enforcement")["detail"]
+        assert report.of("enforcement")["command"].startswith("az aks update --network-policy")
+
+
+def test_enforcement_is_unknown_to_a_user_who_may_not_list_daemon_sets(doctor: Doctor) -> None:
+    found = doctor(as_guest=True).of("enforcement")
+    assert found["state"] == "unknown"
+    assert found["detail"].startswith("cannot be determined: you may list neither DaemonSets")
+
+
 def test_a_policy_without_a_binding_has_no_effect_and_is_a_fault(
     doctor: Doctor, put: Callable[..., None]
 ) -> None:
