@@ -9,7 +9,8 @@ import pytest
 from support.charts.helm_chart import Json, needs_helm, of_kind, rendered
 from support.cluster.called_rights import EVERYBODYS, PACKAGE, SOURCES, calls_of
 
-PAGE = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+ROOT, TESTS = Path(__file__).parents[3], Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 FILE = re.compile(r"`((?:kernel|backends)/[a-z_/]+\.py)`")
 Rule = tuple[str, str]
 """A kind as kubectl names it, and its verbs."""
@@ -100,3 +101,24 @@ def test_page_speaks_of_values_that_there_are(words: str) -> None:
 
     assert words in PAGE
     assert of_kind(rendered(**{section: {name: []}}), "Deployment")
+
+
+def test_every_test_that_the_table_of_boundaries_names_exists() -> None:
+    table = rows("## Assets and boundaries")
+    assert len(table) > 20
+    for asset, actor, boundary, mitigation, tests in table:
+        named = re.findall(r"`([a-z0-9_/]+\.py)::(test_[a-z0-9_]+)`", tests)
+        assert all((asset, actor, boundary, mitigation, named))
+        for file, name in named:
+            source = (TESTS / file).read_text(encoding="utf-8")
+            assert f"\ndef {name}(" in source, f"{file}::{name}"
+
+
+def test_policy_and_page_name_the_same_actors_and_each_other() -> None:
+    policy = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    actors = re.findall(r"^\| ([A-Z][0-9]?) \|", policy, re.MULTILINE)
+    introduced = PAGE[PAGE.index("Actors:") : PAGE.index("| asset |")]
+    assert re.findall(r"\*\*([A-Z][0-9]?)\*\*", introduced) == actors
+    assert "(docs/security.md#what-remains)" in policy
+    assert "### What remains" in PAGE
+    assert "(../SECURITY.md)" in PAGE
