@@ -120,7 +120,7 @@ class RealCluster:
 
 
 class Release:
-    """The chart in the cluster, installed as docs/installation.md says, with its admission policy.
+    """The chart in the cluster, installed as docs/installation.md says.
 
     Attributes:
         side: Options of helm that say who merges.
@@ -165,8 +165,7 @@ class Release:
         name, _, digest = given.operator_image.partition("@")
         repository, _, tag = name.rpartition(":")
         image = {"repository": repository, "tag": tag, "digest": digest}
-        # The one value that is not the default: it shows that the policy refuses nothing we do.
-        return {"image": image, "admissionPolicy": {"create": True}}
+        return {"image": image}
 
 
 def namespace(name: str) -> Object:
