@@ -32,7 +32,8 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
 ) -> None:
     folder, last_words = tmp_path / "tmp", tmp_path / "other.json"
     folder.mkdir()
-    run = started("finish", {"TMPDIR": str(folder), "FINETUNE_TERMINATION_PATH": str(last_words)})
+    environ = {"TMPDIR": str(folder), "FINETUNE_TERMINATION_PATH": str(last_words)}
+    run = started("finish", environ | {"FINETUNE_VOLUMES": f"/mnt:{tmp_path}"})
     assert run.wait() == 0, run.stderr
     termination = Termination.read(last_words)
     assert termination.message == "rank 0 of 2, sum 2"
@@ -41,6 +42,10 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
     assert [run.events(rank)[-1]["event"] for rank in (0, 1)] == ["ended", "ended"]
     assert not Path(run.config.termination_path).exists(), "the environment names another file"
     assert list(folder.iterdir()) == [], "nothing is left in the temporary folder"
+    for rank in (0, 1):
+        (seen,) = [event for event in run.events(rank) if event["event"] == "folder"]
+        assert Path(seen["path"]).is_relative_to(folder), "the ranks of a pod start in a folder"
+        assert seen["files"] == [], "without files"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ STEP_SECONDS = 0.02
 def finish(
     config: TrainConfig, world: World, stop: StopSignal, telemetry: Telemetry, fence: Fence | None
 ) -> Termination:
-    """Use every group once and finish."""
+    """Use every group once, log the current folder and finish."""
     barrier(world)
+    telemetry.log("folder", path=os.getcwd(), files=os.listdir())
     total = world.sum(torch.ones(1))
     message = f"rank {world.rank} of {world.world_size}, sum {int(total.item())}"
     return Termination(

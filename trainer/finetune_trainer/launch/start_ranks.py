@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError
@@ -61,6 +62,7 @@ def start_ranks(
     environ: Mapping[str, str],
     *,
     restart: int,
+    current_folder: Path | None = None,
 ) -> dict[int, "subprocess.Popen[bytes]"]:
     """Start the processes of this node's ranks, each the leader of its own process group.
 
@@ -69,7 +71,7 @@ def start_ranks(
     Node 0 binds the port of the store here and passes the socket to rank 0: no other program can
     take the port meanwhile, and connections of ranks that are faster than rank 0 wait instead of
     being refused. `arguments` are passed to the Python interpreter; `restart` counts the earlier
-    starts.
+    starts. The ranks start in `current_folder`, or in the current folder of this process.
 
     Raises:
         TrainerError: The port of the store is taken.
@@ -95,6 +97,7 @@ def start_ranks(
             processes[rank] = subprocess.Popen(
                 [sys.executable, "-P", *arguments],  # no imports from the current folder
                 env={**environ, **place},
+                cwd=current_folder,
                 pass_fds=inherited,
                 stderr=subprocess.PIPE,
                 start_new_session=True,

@@ -16,6 +16,7 @@ import psutil
 
 from finetune_trainer.config import (
     ENV_TERMINATION_PATH,
+    ENV_VOLUMES,
     ExitCode,
     FailureClass,
     Termination,
@@ -138,17 +139,32 @@ class Supervisor:
             ENV_SUPERVISOR_PID: str(os.getpid()),
             ENV_NODE_PAGE: page.to_json(),
         }
-        arguments = ("-m", "finetune_trainer.launch.worker", str(self._config_path), self._entry)
+        path = str(self._config_path.absolute())
+        arguments = ("-m", "finetune_trainer.launch.worker", path, self._entry)
         oom_kills_before = count_oom_kills()
         first = node.rank * config.world.nproc_per_node
         traces = TimerTraces(config.run_dir, range(first, first + config.world.nproc_per_node))
         watch = RankWatch(reports, self.stop, config.termination_grace_seconds, traces)
-        watch.until_all_ended(start_ranks(config, node, arguments, environ, restart=restart))
+        processes = start_ranks(
+            config, node, arguments, environ, restart=restart, current_folder=self._folder(reports)
+        )
+        watch.until_all_ended(processes)
         return choose_termination(
             watch.exits,
             stop_reason=self.stop.reason,
             is_out_of_memory=count_oom_kills() > oom_kills_before,
         )
+
+    def _folder(self, reports: Path) -> Path | None:
+        """Return an empty folder for the ranks of a pod, so that no library finds a file by name.
+
+        A user who starts the trainer by hand may use relative paths, so it stays in its folder.
+        """
+        if ENV_VOLUMES not in self._environ:
+            return None
+        folder = reports.with_name("empty")
+        folder.mkdir(exist_ok=True)
+        return folder
 
 
 def _may_restart(termination: Termination) -> bool:

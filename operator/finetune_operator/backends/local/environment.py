@@ -10,6 +10,7 @@ from finetune_trainer.config import (
     ENV_NODE_RANK,
     ENV_RDZV_ENDPOINT,
     ENV_TERMINATION_PATH,
+    ENV_VOLUMES,
 )
 
 ENV_MARK = "FINETUNE_LOCAL_MARK"
@@ -24,7 +25,9 @@ _PREFIXES = (
     "CUDA_", "FINETUNE_", "GLOO_", "HF_", "LC_", "NCCL_", "NVIDIA_", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_",
 )  # fmt: skip
-_OURS = frozenset({ENV_NODE_NAME, ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_MARK})
+_OURS = frozenset(
+    {ENV_NODE_NAME, ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_VOLUMES, ENV_MARK}
+)
 
 
 def mark(uid: str, node: int | None = None) -> str:
