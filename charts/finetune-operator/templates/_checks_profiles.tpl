@@ -1,6 +1,6 @@
 {{/*
-Compare the volumes of the FineTuneProfiles in the cluster with admissionPolicy, which would refuse their
-pods. helm template sees no cluster. Without rbac.create helm may run for a user who may not list profiles;
+Compare the volumes of the FineTuneProfiles in the cluster, and of exampleProfile, with admissionPolicy,
+which would refuse their pods. helm template sees no cluster. Without rbac.create helm may run for a user who may not list profiles;
 with it, Kubernetes demands of the user each right of the operator, and that is one of them.
 */}}
 {{- define "finetune-operator.check.profiles" -}}
@@ -12,14 +12,18 @@ with it, Kubernetes demands of the user each right of the operator, and that is 
 {{- if and $policy.create .Values.rbac.create $isKnown -}}
 {{- $profiles = include "finetune-operator.profiles" . | fromJsonArray -}}
 {{- end -}}
+{{- if and $policy.create .Values.exampleProfile.create -}}
+{{- $profiles = append $profiles (dict "name" .Values.exampleProfile.name "volumes" (.Values.exampleProfile.spec.volumes | default list)) -}}
+{{- end -}}
 {{- range $profiles -}}
 {{- $name := .name -}}
 {{- range .volumes -}}
-{{- range $kind, $source := .source -}}
+{{- range $kind, $source := .source | default dict -}}
 {{- if not (has $kind $policy.volumes) -}}
 {{- $_ := set $found "volumes" (append $found.volumes $kind) -}}
 {{- $_ := set $names "volumes" (append $names.volumes $name) -}}
 {{- end -}}
+{{- if not (kindIs "map" $source) -}}{{- continue -}}{{- end -}}
 {{- if and (eq $kind "csi") (not (has $source.driver $policy.csiDrivers)) -}}
 {{- $_ := set $found "csiDrivers" (append $found.csiDrivers $source.driver) -}}
 {{- $_ := set $names "csiDrivers" (append $names.csiDrivers $name) -}}

@@ -240,6 +240,24 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "settings.namespaces holds tigera-operator, but admissionPolicy lets the operator write "
         "nothing in kube-* and in its systemNamespaces; leave it out of one of them",
     ),
+    "volumes of a profile that the policy refuses": (
+        {
+            "exampleProfile": {
+                "create": True,
+                "spec": {
+                    "image": "x",
+                    "volumes": [
+                        {"name": "a", "source": {"hostPath": {"path": "/data/a"}}},
+                        {"name": "b", "source": {"hostPath": {"path": "/database"}}},
+                    ],
+                },
+            },
+            "admissionPolicy": {"hostPaths": ["/data"]},
+        },
+        "admissionPolicy.hostPaths lacks /database of FineTuneProfile default, so that no new "
+        "attempt of their jobs could start; write --set 'admissionPolicy.hostPaths={/data,"
+        "/database}'",
+    ),
     "a monitor of a Service that is not made": (
         {"monitoring": {"monitors": {"create": True}}, "service": {"create": False}},
         "monitoring.monitors.create is true, but a ServiceMonitor finds the operator by its "
