@@ -96,6 +96,7 @@ def forbidden(job: FineTuneJob, profile: JobProfile) -> list[Problem]:
         *_names(job, profile),
         *_datastores(job, profile),
         *allow_rules.unless_resumed(job, _models_and_experiment(job, profile)),
+        *allow_rules.unless_resumed(job, _roots(job)),
         *_length(job, profile),
     ]
 
@@ -237,6 +238,18 @@ def _models_and_experiment(job: FineTuneJob, profile: JobProfile) -> Iterator[Pr
     experiment = azureml_of(job.spec).experiment
     if experiment not in (None, job.metadata.namespace) and allow.experiments is not None:
         yield from refused(f"{FIELD}.experiment", "an experiment", experiment, allow.experiments)
+
+
+def _roots(job: FineTuneJob) -> Iterator[Problem]:
+    """Refuse the root of a datastore, since no other job could write to the datastore."""
+    for field, uri in uris.outputs_of(job).items():
+        place = places.place_of(field, uri)
+        if not place.path:
+            text = (
+                f"{uri} is the root of a datastore, which no single job may use; name a folder, "
+                f"such as {place.root}{{name}}/{field.split('.')[1]}"
+            )
+            yield Problem(field, text)
 
 
 def _length(job: FineTuneJob, profile: JobProfile) -> Iterator[Problem]:

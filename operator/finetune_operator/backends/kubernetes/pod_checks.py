@@ -175,8 +175,7 @@ def _kept(job: FineTuneJob, profile: Snapshot) -> Iterator[Problem]:
                 f"{uri} is the root of volume {name} of profile {profile.name}, which no single "
                 f"job may use; name a folder, such as {CLAIM}{name}/{{name}}/{path.split('.')[1]}"
             )
-            has_checkpoint = job.status.checkpoint.last is not None
-            yield Problem(path, text, Severity.WARNING if has_checkpoint else Severity.ERROR)
+            yield from allow_rules.unless_resumed(job, [Problem(path, text)])
 
 
 def _nvme(job: FineTuneJob, profile: FineTuneProfileSpec) -> Iterator[Problem]:

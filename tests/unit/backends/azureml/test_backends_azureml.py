@@ -205,6 +205,8 @@ REFUSED: list[tuple[Mapping[str, Any], str, str]] = [
      "theirs is a datastore that the profile does not allow (allowed: rows); name another"),
     ({"checkpoint__uri": "azureml://datastores/workspaceblobstore/paths/finetune"},
      "spec.checkpoint.uri", "workspaceblobstore is a datastore that the profile does not allow"),
+    ({"output__uri": "azureml://datastores/rows/paths/"}, "spec.output.uri",
+     "no single job may use; name a folder, such as azureml://datastores/rows/paths/{name}/output"),
     ({"checkpoint__resumeFrom": "azureml://datastores/theirs/paths/x"},
      "spec.checkpoint.resumeFrom", "theirs is a datastore"),
     ({"checkpoint": {"resumeFrom": "azureml://datastores/rows/paths/x", "allowForeign": True}},
