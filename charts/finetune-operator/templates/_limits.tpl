@@ -112,6 +112,11 @@ validations:
       !one.?securityContext.?seLinuxOptions.hasValue()) &&
       variables.made.spec.template.?metadata.?annotations.orValue({}).all(key,
       !key.startsWith('container.apparmor.security.beta.kubernetes.io/')))
+  - message: the operator makes no pods with a priority class of the system, or with nodeName, by which they ignore taints
+    reason: Forbidden
+    expression: >-
+      !variables.isJob || (!variables.pod.?priorityClassName.orValue('').startsWith('system-') &&
+      !variables.pod.?nodeName.hasValue())
   - message: the operator makes no pods that hold a token of the cluster
     reason: Forbidden
     expression: >-

@@ -206,6 +206,13 @@ def for_all_pods(made: Object) -> None:
         pytest.param(
             JOBS, with_an_init_container(**PRIVILEGED), "root", id="a privileged init container"
         ),
+        pytest.param(
+            JOBS,
+            on_pod(priorityClassName="system-node-critical"),
+            "priority class",
+            id="a priority of the system",
+        ),
+        pytest.param(JOBS, on_pod(nodeName="control-plane"), "nodeName", id="a node by its name"),
         pytest.param(JOBS, on_security(appArmorProfile=UNCONFINED), "AppArmor", id="no AppArmor"),
         pytest.param(
             JOBS, on_container(appArmorProfile=UNCONFINED), "AppArmor", id="a container's AppArmor"
