@@ -70,7 +70,7 @@ def routes(ranks: NodeRanks, gpus: Gpus | None = None, watch: NodeWatch | None =
         "/progress": Route("GET", progress),
         "/checkpoint": Route("POST", checkpoint, is_local=True),
         "/profile": Route("POST", profile, is_local=True),
-        PEERS_PATH: Route("POST", news, MAX_NEWS_BYTES),
+        PEERS_PATH: Route("POST", news, MAX_NEWS_BYTES, is_any_host=True),
     }
 
 

@@ -2,16 +2,20 @@
 
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 _MAX_BODY_BYTES = 1024
 _CONNECTION_TIMEOUT_SECONDS = 5.0
+_MAX_CONNECTIONS = 64  # each has a thread
+_CLUSTER_DOMAINS = (".svc", ".cluster.local")
 JSON = "application/json"
 
 Response = tuple[HTTPStatus, str, bytes]
@@ -26,12 +30,15 @@ class Route(NamedTuple):
         handle: Returns the response to a body at once, in any thread.
         max_body_bytes: Limit of a request's body; a longer one is refused unread.
         is_local: Whether connections from outside the pod or machine are refused.
+        is_any_host: Whether the request may name the server by any name; for a route whose body
+            contains a secret.
     """
 
     method: str
     handle: Callable[[bytes], Response]
     max_body_bytes: int = _MAX_BODY_BYTES
     is_local: bool = False
+    is_any_host: bool = False
 
 
 Routes = Mapping[str, Route]
@@ -39,7 +46,11 @@ Routes = Mapping[str, Route]
 
 
 class PageServer(ThreadingHTTPServer):
-    """Server with daemon threads, which serves from its creation until it is closed."""
+    """Server with daemon threads, which serves from its creation until it is closed.
+
+    Each connection has a thread. A connection beyond the limit closes the oldest one, so idle
+    clients do not block others.
+    """
 
     daemon_threads = True
     # Closing must not wait for a client that reads slowly.
@@ -48,6 +59,8 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, listener: socket.socket, routes: Routes) -> None:
         """Serve clients of `listener`, which closes with this server."""
         self.routes = routes
+        self._lock = Lock()
+        self._connections: deque[Any] = deque()  # oldest first
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
@@ -58,6 +71,21 @@ class PageServer(ThreadingHTTPServer):
         """Stop serving and free the port."""
         self.shutdown()
         self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, and close the oldest connection beyond the limit."""
+        with self._lock:
+            self._connections.append(request)
+            if len(self._connections) > _MAX_CONNECTIONS:
+                with suppress(OSError):  # the client has disconnected
+                    self._connections.popleft().shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that its thread has served."""
+        with self._lock, suppress(ValueError):  # removed as the oldest
+            self._connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print errors, except if the client closed the connection early."""
@@ -83,6 +111,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, explain=f"use {route.method}")
         elif route.is_local and not ip_address(self.client_address[0]).is_loopback:
             self.send_error(HTTPStatus.FORBIDDEN, explain="connect from inside the pod or machine")
+        elif "Origin" in self.headers:
+            self.send_error(HTTPStatus.FORBIDDEN, explain="web pages may not send requests")
+        elif not route.is_any_host and not _is_own_name(self.headers.get("Host", "")):
+            explain = "use the IP address of the pod or machine, localhost or a name of the cluster"
+            self.send_error(HTTPStatus.FORBIDDEN, explain=explain)
         elif not length.isdecimal() or int(length) > route.max_body_bytes:
             most = f"send at most {route.max_body_bytes} bytes"
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=most)
@@ -99,3 +132,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: a line per scrape would hide the training log."""
+
+
+def _is_own_name(host: str) -> bool:
+    """Return whether `host` (NAME[:PORT]) is no public name, which may resolve to any address.
+
+    A web page of such a name could read the responses (DNS rebinding). Clients other than browsers
+    may omit the header.
+    """
+    name = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
+    if "." not in name or name.endswith(_CLUSTER_DOMAINS) or name == socket.gethostname():
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
