@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -195,6 +195,10 @@ KUBE_KIT ?= $(patsubst %/up,%,$(firstword $(wildcard ../*/kube/up)))
 # Compares speeds, too. Another cluster is named by variables: tests/benchmarks/bench_cluster.py.
 bench-operator: install  ## Measure the operator beside plain batch Jobs (22 min; KUBE_KIT=FOLDER)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_operator.py \
+	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
+
+bench-tenants: install  ## Measure what 10,000 jobs of one namespace cost another (20 min; KUBE_KIT=FOLDER)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/bench_tenants.py \
 	  $(if $(KUBE_KIT),--kit $(KUBE_KIT)) $(BENCH_ARGS)
 
 # Compares speeds, too, in its second half.

@@ -14,9 +14,10 @@ from typing import Any
 
 import aiohttp
 import kopf
+import orjson
 
 from finetune_operator.kernel.job_events import ListenOptions, OnEvent
-from finetune_operator.kernel.kopf_responses import CutResponse
+from finetune_operator.kernel.kopf_responses import BriefResponse
 from finetune_operator.kube.config import ClusterAccess
 from finetune_operator.kube.resources import FINE_TUNE_JOBS, Object
 
@@ -142,14 +143,16 @@ class KopfThread:
                 connector=aiohttp.TCPConnector(limit=32, ssl=self._access.ssl_context()),
                 middlewares=(self._send,),
                 read_bufsize=2**21,
-                response_class=CutResponse,
+                response_class=BriefResponse,
             )
             self._sessions.append(session)  # kopf closes sessions whose token was refused
             return kopf.AiohttpSession(server=self._access.host, aiohttp_session=session)
 
         @kopf.on.event(FINE_TUNE_JOBS.group, FINE_TUNE_JOBS.plural, registry=registry)
         async def event(event: kopf.RawEvent, **_: Any) -> None:
-            self._call(self._forward, event["type"], dict(event["object"]))
+            # kopf's objects refer to each other and to the event, and are collected much later.
+            text = event["object"].pop("text")  # type: ignore[typeddict-item]
+            self._call(self._forward, event["type"], text)
 
         return registry
 
@@ -225,8 +228,8 @@ class KopfThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _forward(self, kind: str | None, obj: Object | None) -> None:
-        self._on_event(kind, obj)
+    def _forward(self, kind: str | None, text: str | None) -> None:
+        self._on_event(kind, None if text is None else orjson.loads(text))
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
