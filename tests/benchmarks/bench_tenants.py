@@ -1,4 +1,4 @@
-"""Measures the start of jobs beside another namespace with 10,000 jobs, or with 50 of the largest size.
+"""Measures starts of jobs beside another namespace with 10,000 jobs, or 50 of the largest size.
 
     python tests/benchmarks/bench_tenants.py [--jobs 10000] [--large 50] [--out FILE]
 
