@@ -31,9 +31,13 @@ def watch(
     if trains:
         text = f"attempt {attempt.number} trains on {show_count(status.nodes.world_size, 'rank')}"
         return Situation(Stage.RUNNING, Reason.TRAINING, text, exists=True)
-    if trains is None:
-        return _unheard(attempt, status, observation) if observation.unheard else None
     stage, obstacle = stage_of_start(attempt.number), observation.obstacle
+    if trains is None:
+        if observation.unheard:
+            return _unheard(attempt, status, observation)
+        if obstacle is None or not obstacle.is_stalled:
+            return None
+        return Situation(Stage.UNHEARD, obstacle.reason, obstacle.message, exists=True)
     if runs and obstacle is None:
         progress = observation.progress
         activity = progress.waits_for if progress is not None else None

@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune_operator.api.v1alpha1 import FineTuneJobStatus
@@ -361,6 +361,11 @@ SAID = st.dictionaries(
 
 
 @given(st.lists(st.tuples(STATE, REPORT, st.floats(0, 90_000)), min_size=1, max_size=12), END, SAID)
+@example(
+    [("NotResponding", NO_REPORT, 960.0), ("Hibernating", Report(stop_until=UNTIL), 0.0)],
+    NO_END,
+    {},
+)
 def test_any_sequence_of_states_ends_in_a_legal_status(
     answers: list[tuple[str, Report, float]], end: RunEnd, said: dict[int, Termination]
 ) -> None:
