@@ -1,6 +1,7 @@
 """kopf's thread beside an API server: what it asks for, and with which token."""
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from finetune_operator.kernel.backoff import Backoff
 from finetune_operator.kernel.job_events import ListenOptions
 from finetune_operator.kernel.kopf_events import KopfThread
 from finetune_operator.kube.config import ClusterAccess, load_access
+from finetune_operator.kube.http import HttpClient
 from finetune_operator.kube.kubeconfig import read_login
-from finetune_operator.kube.resources import CONFIG_MAPS, SECRETS, Object, Resource
+from finetune_operator.kube.resources import CONFIG_MAPS, FINE_TUNE_JOBS, SECRETS, Object, Resource
+from support.api.builders import manifest
 from support.cluster.clusters import embedded_cluster
 from support.cluster.gates import Gate
 from support.cluster.operators import Api, OperatorProcess, wait_until
@@ -84,6 +87,52 @@ def test_what_looks_for_its_kind_in_vain_has_ended(tmp_path: Path) -> None:
 
     with embedded_cluster(tmp_path) as cluster:
         assert asyncio.run(work(cluster.kubeconfig)) < 20
+
+
+@pytest.mark.parametrize("cluster", ["embedded"], indirect=True)
+def test_no_object_of_an_event_is_held_until_the_next_garbage_collection(api: Api) -> None:
+    async def work(namespace: str) -> int:
+        seen: asyncio.Queue[str | None] = asyncio.Queue()
+        options = ListenOptions((namespace,), Backoff(0.1, 0.5), 5.0)
+        events = KopfThread(
+            await load_access(api.kubeconfig),
+            options,
+            lambda kind, obj: seen.put_nowait(obj and obj["metadata"]["name"]),
+        )
+        events.start()
+        try:
+            async with asyncio.timeout(60), await HttpClient.connect(api.kubeconfig) as client:
+                assert await seen.get() is None  # the list
+                for name in ("one", "two", "three"):
+                    body = manifest(name=name, model__source="hf://a/b", dataset__source="hf://a/c")
+                    body["metadata"] = {"name": name, "labels": _LABELS}
+                    await client.create(FINE_TUNE_JOBS, body, namespace)
+                    assert await seen.get() == name
+            await asyncio.sleep(1.0)  # longer than kopf's workers live without an event
+            return sum(map(_is_large, gc.get_objects()))
+        finally:
+            events.stop()
+            await events.ended()
+
+    gc.collect()
+    before = sum(map(_is_large, gc.get_objects()))
+    gc.disable()
+    try:
+        with api.namespace("large") as namespace:
+            assert asyncio.run(work(namespace)) == before
+    finally:
+        gc.enable()
+
+
+_LABELS = {f"label-{number}": "x" * 60 for number in range(2000)}
+
+
+def _is_large(one: object) -> bool:
+    """Whether an object has the labels, or their text."""
+    if type(one) is not dict or one is _LABELS:
+        return False
+    text = one.get("text")
+    return "label-1999" in one or (isinstance(text, str) and "label-1999" in text)
 
 
 _ACCOUNTS = "serviceaccounts/operator/token"
