@@ -97,7 +97,7 @@ def test_no_object_of_an_event_is_held_until_the_next_garbage_collection(api: Ap
         events = KopfThread(
             await load_access(api.kubeconfig),
             options,
-            lambda kind, obj: seen.put_nowait(obj and obj["metadata"]["name"]),
+            lambda kind, obj: seen.put_nowait(obj["metadata"]["name"] if obj else None),
         )
         events.start()
         try:
