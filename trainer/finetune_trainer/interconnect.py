@@ -11,7 +11,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.telemetry.collectives.transport import SOCKETS, Transports, take_log
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_values
 
 
 def check_transport(
@@ -43,7 +43,7 @@ def check_transport(
     # NCCL opens its connections in the first collective. Reading the sum waits for the GPU.
     world.sum(torch.ones(1, device=world.device)).item()
     own = take_log(environ)
-    of_ranks = gather_objects(world.control_group, own)
+    of_ranks = gather_values(world.control_group, own, Transports)
     telemetry.transport(own, Transports.of_all(of_ranks))
     if config.world.rdma_required:
         warning = refuse_sockets(of_ranks, is_new=is_new)

@@ -17,7 +17,7 @@ from finetune_trainer.errors import NonFiniteLossError
 from finetune_trainer.gpu import begin_copy, is_on_gpu
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.telemetry.phases import Marks
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_values
 
 if TYPE_CHECKING:
     from torch.cuda import Event
@@ -125,7 +125,9 @@ class DeferredMetrics:
         ]
         return "; ".join(
             f"rank {rank}, a pack of {pack}"
-            for rank, found in enumerate(gather_objects(self._world.control_group, mine))
+            for rank, found in enumerate(
+                gather_values(self._world.control_group, mine, list[list[str]])
+            )
             for packs in found
             for pack in packs
         )

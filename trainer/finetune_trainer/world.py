@@ -6,16 +6,20 @@ differs from the `TrainConfig`. For example, `accelerate launch` on CPUs silentl
 unconnected process.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.errors import ConfigError, Preempted, WorldSizeError
+from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import open_store, rendezvous, rendezvous_limit
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
@@ -219,16 +223,53 @@ def barrier(world: World) -> None:
         dist.barrier(group=world.control_group)
 
 
-def gather_objects(group: "ProcessGroup | None", value: _T) -> list[_T]:
-    """Return every rank's value, by rank (pickled, so for small values)."""
+def gather_values(group: "ProcessGroup | None", value: _T, kind: Any) -> list[_T]:
+    """Return every rank's value, by rank; a collective in host memory, for small values.
+
+    The ranks send JSON, so that no rank can send code to another.
+
+    Args:
+        group: A gloo group; without a group this returns the value itself.
+        value: Value of this rank.
+        kind: Type of the values, as pydantic reads it. Received values are checked against it.
+
+    Raises:
+        TrainerError: A rank sent a value of another type.
+    """
     if group is None:
         return [value]
-
+    import torch
     import torch.distributed as dist
 
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    codec = _codec(kind)
+    # A file name that is not UTF-8 gets a question mark for each such byte.
+    text = json.dumps(codec.dump_python(value, mode="json"), ensure_ascii=False)
+    own = torch.frombuffer(bytearray(text, "utf-8", "replace"), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
+    room = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    room[: own.numel()] = own
+    texts = [torch.empty_like(room) for _ in sizes]
+    dist.all_gather(texts, room, group=group)
+    return [
+        _decoded(codec, bytes(one[: int(size)].numpy()), rank)
+        for rank, (one, size) in enumerate(zip(texts, sizes, strict=True))
+    ]
+
+
+@cache
+def _codec(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _decoded(codec: TypeAdapter[Any], text: bytes, rank: int) -> Any:
+    try:
+        return codec.validate_json(text)
+    except ValidationError as error:
+        raise TrainerError(
+            f"rank {rank} sent an invalid message ({error.errors()[0]['msg']}); find out which "
+            "pods can connect to the ports of this job's pods"
+        ) from error
 
 
 def _device(config: TrainConfig, launch: Launch) -> "torch.device":

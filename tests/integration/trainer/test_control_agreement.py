@@ -14,7 +14,7 @@ import json, sys, time
 from pathlib import Path
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.control import Agreement, leave
-from finetune_trainer.world import gather_objects, open_world
+from finetune_trainer.world import gather_values, open_world
 config = TrainConfig.read(Path(sys.argv[1]))
 plans = json.loads(sys.argv[2])
 with open_world(config) as world:
@@ -32,7 +32,7 @@ with open_world(config) as world:
     later = agreement.exchange(False)
     between = [polls, later.save, later.profile_steps]
     at_once = [agreement.any(world.rank == 1), agreement.any(False)]
-    told = gather_objects(world.control_group, f"from rank {world.rank}")
+    told = gather_values(world.control_group, f"from rank {world.rank}", str)
 print(json.dumps([seen, between, at_once, told]))
 leave(0)
 """

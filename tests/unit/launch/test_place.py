@@ -20,7 +20,7 @@ from finetune_trainer.launch.start_ranks import Node, read_node
 from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import wait_for_rank_zero
-from finetune_trainer.world import gather_objects, open_world
+from finetune_trainer.world import gather_values, open_world
 from support.launch.launches import free_port, train_config, until
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}
@@ -289,7 +289,7 @@ def test_a_single_process_needs_no_groups(tmp_path: Path) -> None:
     with open_world(train_config(tmp_path, world={"nproc_per_node": 1}), {}) as world:
         assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
         assert (world.group, world.control_group, world.checkpoint_group) == (None, None, None)
-        assert gather_objects(world.control_group, "value") == ["value"]
+        assert gather_values(world.control_group, "value", str) == ["value"]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ the others would block in the next collective.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from finetune_trainer import errors
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
 from finetune_trainer.waiting import Waiting
-from finetune_trainer.world import gather_objects
+from finetune_trainer.world import gather_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,15 +19,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_CLASSES: dict[str, type[TrainerError]] = {
+    name: one
+    for name, one in vars(errors).items()
+    if isinstance(one, type) and issubclass(one, TrainerError)
+}
+
+
 class RankError(Exception):
     """At least one rank failed; the message names each failed rank with its reason."""
 
 
 def on_every_rank(
-    group: "ProcessGroup | None", work: Callable[[], T], waiting: Waiting | None = None
+    group: "ProcessGroup | None",
+    work: Callable[[], T],
+    kind: Any,
+    waiting: Waiting | None = None,
 ) -> list[T]:
     """Call `work` on all ranks of `group`, and return the results by rank; a collective.
 
+    `kind` is the type of the results, see `gather_values`.
     Without a group this is a plain call. Every rank must make the call within the group's timeout,
     or for as long as they wait for each other in `waiting`.
 
@@ -41,7 +53,7 @@ def on_every_rank(
         outcome = None, describe(error)
     if waiting is not None:
         waiting.liveness_barrier(CHECKPOINT)
-    outcomes = gather_objects(group, outcome)
+    outcomes = gather_values(group, outcome, tuple[kind | None, str | None])
     failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(outcomes) if why]
     if failures:
         raise RankError("; ".join(failures))
@@ -56,10 +68,13 @@ def on_rank_0(
     group: "ProcessGroup | None",
     rank: int,
     work: Callable[[], T],
+    kind: Any,
     beside: Callable[[], None] = do_nothing,
     waiting: Waiting | None = None,
 ) -> T:
     """Call `work` on rank 0 and `beside` on the others; return the result of `work` on every rank.
+
+    `kind` is the type of the result, see `gather_values`.
 
     Raises:
         TrainerError: `work` raised it. Its class, and thus the exit code, is the same on every
@@ -67,19 +82,25 @@ def on_rank_0(
         RankError: `work` or `beside` raised another error.
     """
 
-    def attempt() -> T | TrainerError | None:
+    def attempt() -> tuple[T | None, tuple[str, str] | None]:
         if rank != 0:
             beside()
-            return None
+            return None, None
         try:
-            return work()
+            return work(), None
         except TrainerError as error:
-            return error
+            return None, (_class_name(error), str(error))
 
-    result = on_every_rank(group, attempt, waiting)[0]
-    if isinstance(result, TrainerError):
-        raise result
+    kinds = tuple[kind | None, tuple[str, str] | None]
+    result, failure = on_every_rank(group, attempt, kinds, waiting)[0]
+    if failure is not None:
+        name, message = failure
+        raise _CLASSES.get(name, TrainerError)(message)
     return cast(T, result)
+
+
+def _class_name(error: TrainerError) -> str:
+    return next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
 
 
 def describe(error: BaseException) -> str:

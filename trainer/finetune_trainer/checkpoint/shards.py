@@ -270,15 +270,16 @@ def _reader(folder: Path, group: "ProcessGroup | None") -> Any:
 
     read: list[Metadata] = []
 
-    def attempt() -> ConfigError | None:
+    def attempt() -> str | None:
         try:
             read.append(read_metadata(folder))
         except ConfigError as error:
-            return error  # the class, and thus the exit code, is the same on every rank
+            return str(error)  # each rank raises the same class, and thus has the same exit code
         return None
 
-    if refusals := [one for one in on_every_rank(group, attempt) if one is not None]:
-        raise refusals[0]
+    found = on_every_rank(group, attempt, str | None)
+    if refusals := [one for one in found if one is not None]:
+        raise ConfigError(refusals[0])
 
     class Reader(FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:

@@ -71,19 +71,21 @@ class SharedHashes:
 
     def _broadcast(self, request: _Request | None) -> _Request | None:
         message = (request, self._claim)
-        request, self._claim = on_every_rank(self._group, lambda: message, self._waiting)[0]
+        kind = tuple[_Request | None, Path | None]
+        request, self._claim = on_every_rank(self._group, lambda: message, kind, self._waiting)[0]
         return request
 
     def _hash_together(self, request: _Request) -> frozenset[str]:
         """Return the names of the files that a rank has confirmed."""
         have_access = on_every_rank(
-            self._group, lambda: self._has_access(request.folder), self._waiting
+            self._group, lambda: self._has_access(request.folder), bool, self._waiting
         )
         ranks = [rank for rank, has_access in enumerate(have_access) if has_access]
         assigned = _shares(request.files, ranks).get(self._rank, ())
         found = on_every_rank(
             self._group,
             lambda: [name for name in assigned if self._matches(request, name)],
+            list[str],
             self._waiting,
         )
         return frozenset(name for names in found for name in names)

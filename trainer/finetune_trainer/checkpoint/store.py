@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import (
@@ -274,7 +274,9 @@ class CheckpointStore:
         try:
             hashes = self._hashes()
             self._on_rank_0(
-                lambda: hashes.lead(partial(commit.verify, Path(best.path))), beside=hashes.help
+                lambda: hashes.lead(partial(commit.verify, Path(best.path))),
+                commit.Manifest,
+                beside=hashes.help,
             )
         except (RankError, CheckpointError) as error:
             self._warn(f"the best checkpoint cannot be used ({error}); using the last weights")
@@ -294,7 +296,7 @@ class CheckpointStore:
             return
         pinned = pinned_size(self._own_part(state))
         refuse_pinning(pinned, self._ranks_on_node, free_host_memory(), "a copy of the checkpoint")
-        free, held = self._on_rank_0(lambda: measure(self._root))
+        free, held = self._on_rank_0(lambda: measure(self._root), tuple[int, int])
         size, keep = size_bytes(state), self._config.keep
         refuse_small_disk(self._root, size=size, keep=keep, free=free, held=held)
 
@@ -318,7 +320,7 @@ class CheckpointStore:
             )
 
         try:
-            return self._on_rank_0(lambda: hashes.lead(choose), beside=hashes.help)
+            return self._on_rank_0(lambda: hashes.lead(choose), Start, beside=hashes.help)
         except RankError as error:
             raise CheckpointError(
                 f"spec.checkpoint.uri {self._root} cannot be used: {error}"
@@ -381,9 +383,11 @@ class CheckpointStore:
             f"is {before}{advice}"
         )
 
-    def _on_rank_0(self, work: Callable[[], T], beside: Callable[[], None] = do_nothing) -> T:
+    def _on_rank_0(
+        self, work: Callable[[], T], kind: Any, beside: Callable[[], None] = do_nothing
+    ) -> T:
         """Call `work` on rank 0, and return its result or raise its TrainerError on every rank."""
-        return on_rank_0(self._group, self._rank, work, beside, self._waiting)
+        return on_rank_0(self._group, self._rank, work, kind, beside, self._waiting)
 
 
 def _tensors_of(state: State) -> State:

@@ -8,7 +8,8 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from finetune_trainer.checkpoint import commit
 from finetune_trainer.checkpoint.agreement import RankError, describe, on_every_rank, on_rank_0
@@ -88,24 +89,24 @@ class CheckpointWriter:
             OvertakenError: there is a higher claim on the folder.
         """
         step = draft.step
-        folder = self._on_rank_0(lambda: self._open_folder(step))
+        folder = self._on_rank_0(lambda: self._open_folder(step), Path)
         try:
             names = self._shards.write(copy, folder, self._group, step)
             failpoint("before-manifest", step)
             texts = {TRAINER_FILE: trainer}
             if self._held_out is not None:
                 texts[HELD_OUT_FILE] = self._held_out
-            self._on_rank_0(lambda: _write_texts(folder, texts))
+            self._on_rank_0(lambda: _write_texts(folder, texts), NoneType)
             if self._rank == 0:
                 names += texts
             files = self._digests(folder, names)
             manifest = draft.model_copy(update={"files": files})
-            ref = self._on_rank_0(lambda: self._commit(folder, manifest))
+            ref = self._on_rank_0(lambda: self._commit(folder, manifest), CheckpointRef)
         except (RankError, OSError, RuntimeError) as error:  # RuntimeError: gloo lost a rank
             if self._rank == 0 and not commit.is_committed(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # else the next start removes it
             if isinstance(error, RankError):  # the owner of a higher claim may have deleted it
-                self._on_rank_0(self._check_claims)
+                self._on_rank_0(self._check_claims, NoneType)
             raise
         seconds, size = time.perf_counter() - started, sum(one.size for one in files.values())
         return Written(ref, seconds, size, self._retire(lineage))
@@ -128,6 +129,7 @@ class CheckpointWriter:
         parts = on_every_rank(
             self._group,
             lambda: {name: commit.digest_file(folder / name) for name in names},
+            dict[str, commit.FileDigest],
             self._waiting,
         )
         return dict(sorted(item for part in parts for item in part.items()))
@@ -150,8 +152,8 @@ class CheckpointWriter:
                 return f"an old checkpoint in {self._root} was not deleted: {describe(error)}"
         return None
 
-    def _on_rank_0(self, work: Callable[[], T]) -> T:
-        return on_rank_0(self._group, self._rank, work, waiting=self._waiting)
+    def _on_rank_0(self, work: Callable[[], T], kind: Any) -> T:
+        return on_rank_0(self._group, self._rank, work, kind, waiting=self._waiting)
 
 
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from finetune_trainer.launchers import Launch
 from finetune_trainer.telemetry.node.node_watch import RANK_ZERO_FILE
 from finetune_trainer.telemetry.node.peers import RankZero
 from finetune_trainer.telemetry.shared import NodePage
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_values
 
 
 def distribute_page_address(world: World, page: NodePage, launch: Launch) -> None:
@@ -25,7 +25,7 @@ def distribute_page_address(world: World, page: NodePage, launch: Launch) -> Non
     if launch.local_world_size == launch.world_size:
         return
     own = (urlsplit(page.url).port, page.word) if page.word is not None else None
-    where = gather_objects(world.control_group, own)[0]
+    where = gather_values(world.control_group, own, tuple[int, str] | None)[0]
     is_first = launch.rank == page.first_rank and launch.rank != 0
     if where is not None and is_first and page.folder is not None:
         port, word = where

@@ -17,7 +17,7 @@ from finetune_trainer.config import ModelConfig, TrainConfig
 from finetune_trainer.model.folder_advice import explained
 from finetune_trainer.model.snapshot import model_folder
 from finetune_trainer.model.weight_files import weight_files_in
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_values
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PINNED = "commit:"
@@ -94,7 +94,7 @@ def pinned(config: TrainConfig, world: World, recorded: RecordedBase | None) -> 
         return config
     commit = _commit(config.model, recorded) if world.is_main else None
     world.liveness_barrier()  # the hub may be slow
-    found = gather_objects(world.control_group, commit)
+    found = gather_values(world.control_group, commit, str | None)
     model = config.model
     if found[0] is not None:
         model = model.model_copy(update={"revision": found[0]})

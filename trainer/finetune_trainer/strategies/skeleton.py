@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.model.quantize import stored_as
-from finetune_trainer.world import World, gather_objects
+from finetune_trainer.world import World, gather_values
 
 
 def empty_copy(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
@@ -55,17 +55,19 @@ def filled(skeleton: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 def move_to_meta(module: nn.Module, world: World) -> None:
     """Move every parameter to the meta device, with its shape and dtype on rank 0."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {name: stored_as(parameter) for parameter, name in names.items()}
-    whole = gather_objects(world.control_group, own)[0]
+    stored = {name: stored_as(parameter) for parameter, name in names.items()}
+    own = {name: (list(shape), str(dtype)) for name, (shape, dtype) in stored.items()}
+    whole = gather_values(world.control_group, own, dict[str, tuple[list[int], str]])[0]
     if own.keys() != whole.keys():
         different = sorted(own.keys() ^ whole.keys())
         raise TrainerError(
             f"rank {world.rank} has built another model than rank 0 (first {different[0]}); use "
             "spec.strategy.type ddp or zero2 for this model"
         )
+    dtypes = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
     empty = {
         parameter: nn.Parameter(
-            torch.empty(whole[name][0], dtype=whole[name][1], device="meta"),
+            torch.empty(whole[name][0], dtype=dtypes[whole[name][1]], device="meta"),
             requires_grad=parameter.requires_grad,
         )
         for parameter, name in names.items()
