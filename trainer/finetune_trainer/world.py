@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, Preempted, TrainerError, WorldSizeError
 from finetune_trainer.launchers import Launch, read_launch
+from finetune_trainer.peer_objects import guard_object_collectives
 from finetune_trainer.rendezvous import open_store, rendezvous, rendezvous_limit
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT, CONTROL
 from finetune_trainer.waiting import SILENT_SECONDS, Waiting
@@ -153,6 +154,7 @@ def open_world(
     store = open_store(config, place, environ, should_stop, limit)
     rendezvous(store, place.rank, place.world_size, should_stop, limit, on_wait)
     timeout = timedelta(seconds=config.control.collective_timeout_seconds)
+    guard_object_collectives()
     dist.init_process_group(
         backend,
         store=store,

@@ -20,6 +20,7 @@ from finetune_trainer.claims.enter import Pace, Wanted
 from finetune_trainer.claims.fence import Fence, take
 from finetune_trainer.claims.names import CLAIMS
 from finetune_trainer.config import CheckpointConfig, JobRef
+from finetune_trainer.peer_objects import guard_object_collectives
 from support.launch.warm_processes import Forks, beside_deepspeed, forkserver
 
 State = dict[str, Any]
@@ -195,6 +196,7 @@ def _enter(
         return
     import torch.distributed as dist
 
+    guard_object_collectives()
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size
     )

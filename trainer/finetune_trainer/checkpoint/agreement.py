@@ -38,9 +38,9 @@ def on_every_rank(
 ) -> list[T]:
     """Call `work` on all ranks of `group`, and return the results by rank; a collective.
 
-    `kind` is the type of the results, see `gather_values`.
-    Without a group this is a plain call. Every rank must make the call within the group's timeout,
-    or for as long as they wait for each other in `waiting`.
+    `kind` is the type of the results, see `gather_values`. Without a group this is a plain call.
+    Every rank must make the call within the group's timeout, or for as long as they wait for each
+    other in `waiting`.
 
     Raises:
         RankError: `work` raised on at least one rank; raised on every rank.
