@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 600.0
 ENV_STORE_FD = "FINETUNE_STORE_FD"  # socket bound by our supervisor for rank 0's store
+ENV_STORE_ENTRANCE = "FINETUNE_STORE_ENTRANCE"  # loopback port that relays to rank 0's store
 # Timeout of a connection to a store that was just reachable; a signal cannot interrupt it.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _POLL_SECONDS = 1.0
@@ -66,12 +67,12 @@ def open_store(
     address, port = _master(config, launch)
     agent_hosts_it = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = launch.rank == 0 and not agent_hosts_it
-    listener = environ.get(ENV_STORE_FD)
+    listener, entrance = environ.get(ENV_STORE_FD), environ.get(ENV_STORE_ENTRANCE)
 
     def connect(wait: timedelta) -> "Store":
         return TCPStore(
-            address,
-            port,
+            "127.0.0.1" if entrance else address,
+            int(entrance) if entrance else port,
             world_size=launch.world_size,
             is_master=is_master,
             timeout=wait,
@@ -84,7 +85,8 @@ def open_store(
     store = connect(call_timeout) if is_master else None
     deadline, log = time.monotonic() + limit_seconds, _Log()
     while store is None:
-        wait_for_rank_zero(address, port, should_stop, limit_seconds=limit_seconds)
+        if not entrance:  # with it our supervisor has waited
+            wait_for_rank_zero(address, port, should_stop, limit_seconds=limit_seconds)
         try:
             store = connect(_CONNECT_TIMEOUT)
         except DistNetworkError as error:  # the store has just ended, or the server is not a store
@@ -102,17 +104,22 @@ def open_store(
     return PrefixStore(f"attempt-{config.job.attempt}.{restart_count(environ)}", store)
 
 
+def _connect(address: tuple[str, int]) -> None:
+    socket.create_connection(address, timeout=2).close()
+
+
 def wait_for_rank_zero(
     address: str,
     port: int,
     should_stop: Callable[[], bool],
     *,
     limit_seconds: float = RENDEZVOUS_SECONDS,
+    connect: Callable[[tuple[str, int]], None] = _connect,
 ) -> None:
-    """Wait until rank 0's store accepts connections.
+    """Wait until `connect` succeeds, which raises an OSError until rank 0 responds.
 
-    Only a connection counts, because a resolved name may still point elsewhere and an unknown name
-    may resolve soon. torch would wait, too, but ignore signals meanwhile.
+    By default rank 0's store must accept a connection. A resolved name may still point elsewhere,
+    and an unknown name may resolve soon. torch would wait, too, but ignore signals meanwhile.
 
     Raises:
         TrainerError: Rank 0 did not respond before the deadline.
@@ -121,7 +128,7 @@ def wait_for_rank_zero(
     deadline, log = time.monotonic() + limit_seconds, _Log()
     while True:
         try:
-            socket.create_connection((address, port), timeout=2).close()
+            connect((address, port))
             return
         except OSError as error:
             if log.is_due:

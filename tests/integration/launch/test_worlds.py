@@ -1,5 +1,6 @@
 """Ranks find each other under our supervisor, on one or two nodes."""
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,15 @@ from finetune_trainer.config import FailureClass, Progress
 from support.launch.launches import Launch, free_port, train_config, until
 
 Start = Callable[..., Launch]
+KEY = secrets.token_hex(32)
 
 
 @pytest.fixture
 def nodes(start: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
-    """Start the main processes of two nodes of one rank each, the second node first."""
+    """Start the main processes of two nodes of one rank each, the second node first.
+
+    They have a key, so their ranks use the store through the door of node 0.
+    """
     endpoint = f"localhost:{free_port()}"
 
     def start_node(rank: int, entry: str) -> Launch:
@@ -21,7 +26,7 @@ def nodes(start: Start, tmp_path: Path) -> Callable[[str], list[Launch]]:
         folder.mkdir()
         config = train_config(folder, world={"nnodes": 2, "nproc_per_node": 1})
         environ = {"FINETUNE_NODE_RANK": str(rank), "FINETUNE_RDZV_ENDPOINT": endpoint}
-        return start(config, entry, environ)
+        return start(config, entry, {**environ, "FINETUNE_RDZV_KEY": KEY})
 
     return lambda entry: [start_node(rank, entry) for rank in (1, 0)][::-1]
 
@@ -44,6 +49,21 @@ def test_two_nodes_make_one_world_and_both_exit_with_0(
         "rank 0 of 2, sum 2",
         "rank 1 of 2, sum 2",
     ]
+
+
+def test_the_key_of_an_attempt_is_in_no_log_and_no_file(
+    nodes: Callable[[str], list[Launch]], tmp_path: Path
+) -> None:
+    first, second = nodes("train")
+    second.wait_for_step(rank=1)
+    for rank, run in enumerate((first, second)):
+        pid = run.wait_for_step(rank)
+        assert KEY.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        run.process.terminate()
+    assert [first.wait(), second.wait()] == [75, 75]
+    assert KEY not in first.stderr + second.stderr
+    files = [one for one in tmp_path.rglob("*") if one.is_file()]
+    assert not [one for one in files if KEY.encode() in one.read_bytes()]
 
 
 @pytest.mark.full

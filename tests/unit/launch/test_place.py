@@ -58,6 +58,18 @@ def test_an_unusable_place_is_a_configuration_error_that_names_the_variable(
         read_node(train_config(tmp_path, **TWO_NODES), environ)
 
 
+def test_only_several_nodes_use_the_key_of_an_attempt_and_no_text_shows_it(tmp_path: Path) -> None:
+    environ = {"FINETUNE_NODE_RANK": "1", "FINETUNE_RDZV_ENDPOINT": "host:1"}
+    config, key = train_config(tmp_path, **TWO_NODES), 64 * "a"
+    node = read_node(config, environ, key)
+    assert node.key == key.encode()
+    assert key not in repr(node)
+    assert read_node(train_config(tmp_path), {}, key).key is None
+    with pytest.raises(ConfigError, match=r"^FINETUNE_RDZV_KEY has 5 ") as error:
+        read_node(config, environ, "short")
+    assert "short" not in str(error.value)
+
+
 def test_a_rank_waits_until_rank_0_accepts_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

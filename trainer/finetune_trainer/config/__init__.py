@@ -57,6 +57,7 @@ from finetune_trainer.config.run_tags import StopRequest as StopRequest
 from finetune_trainer.config.train import ENV_NODE_NAME as ENV_NODE_NAME
 from finetune_trainer.config.train import ENV_NODE_RANK as ENV_NODE_RANK
 from finetune_trainer.config.train import ENV_RDZV_ENDPOINT as ENV_RDZV_ENDPOINT
+from finetune_trainer.config.train import ENV_RDZV_KEY as ENV_RDZV_KEY
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH
 from finetune_trainer.config.train import ENV_VOLUMES as ENV_VOLUMES
 from finetune_trainer.config.train import MAX_PROFILED_STEPS as MAX_PROFILED_STEPS

@@ -13,6 +13,7 @@ from finetune_trainer.config.training import MethodConfig, TrainingConfig
 ENV_NODE_RANK = "FINETUNE_NODE_RANK"  # 0 to nnodes - 1; JOB_COMPLETION_INDEX also works
 ENV_NODE_NAME = "FINETUNE_NODE_NAME"  # name in the cluster; default: the host's name
 ENV_RDZV_ENDPOINT = "FINETUNE_RDZV_ENDPOINT"  # HOST:PORT of node 0's rendezvous store
+ENV_RDZV_KEY = "FINETUNE_RDZV_KEY"  # secret with which the nodes of an attempt know each other
 ENV_TERMINATION_PATH = "FINETUNE_TERMINATION_PATH"  # overrides TrainConfig.termination_path
 ENV_VOLUMES = "FINETUNE_VOLUMES"  # mount paths of the volumes, as in PATH; links may not leave them
 

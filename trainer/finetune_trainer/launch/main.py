@@ -18,6 +18,7 @@ import psutil
 from pydantic import ValidationError
 
 from finetune_trainer.config import (
+    ENV_RDZV_KEY,
     ENV_TERMINATION_PATH,
     ExitCode,
     FailureClass,
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
         print("usage: python -m finetune_trainer CONFIG", file=sys.stderr)
         leave(ExitCode.CONFIG)
     path = Path(arguments[0])
+    key = os.environ.pop(ENV_RDZV_KEY, None)  # no other process inherits it
     try:
         config = TrainConfig.read(path)
     except (OSError, ValidationError) as error:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
     if has_launcher(os.environ):
         leave(_run_as_rank(config, entry))
     variables = take_variables(os.environ)
-    supervisor = Supervisor(config, path, entry=entry, tracker_variables=variables)
+    supervisor = Supervisor(config, path, entry=entry, tracker_variables=variables, key=key)
     leave(supervisor.run().exit_code)
 
 

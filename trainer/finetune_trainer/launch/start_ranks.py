@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, TrainConfig
-from finetune_trainer.errors import ConfigError, TrainerError
-from finetune_trainer.rendezvous import ENV_STORE_FD
+from finetune_trainer.config import ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_RDZV_KEY, TrainConfig
+from finetune_trainer.errors import ConfigError
+from finetune_trainer.rendezvous import ENV_STORE_ENTRANCE, ENV_STORE_FD
+
+_MIN_KEY_CHARACTERS = 32
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,34 @@ class Node:
     Attributes:
         host: Address of node 0, which runs rank 0 and its store.
         port: Port of that store; 0 on a single node, which chooses a free one.
+        key: Key of the attempt, which the nodes prove to each other; None without a key.
     """
 
     rank: int
     host: str
     port: int
+    key: bytes | None = field(default=None, repr=False)
 
 
-def read_node(config: TrainConfig, environ: Mapping[str, str]) -> Node:
-    """Return the place of this node.
+@dataclass(frozen=True)
+class StorePort:
+    """How the ranks of this node connect to the store of rank 0.
+
+    Attributes:
+        host: Host of the store.
+        port: Port of the store.
+        listener: Socket on which rank 0 serves the store; only on node 0.
+        entrance: Loopback port that relays to the store; None to connect to `host` and `port`.
+    """
+
+    host: str
+    port: int
+    listener: socket.socket | None = None
+    entrance: int | None = None
+
+
+def read_node(config: TrainConfig, environ: Mapping[str, str], key: str | None = None) -> Node:
+    """Return the place of this node; `key` is the attempt's key, unused on a single node.
 
     Raises:
         ConfigError: A variable is missing or invalid.
@@ -52,12 +73,19 @@ def read_node(config: TrainConfig, environ: Mapping[str, str]) -> Node:
             f"{ENV_RDZV_ENDPOINT} is {endpoint!r}; with spec.topology.nodes {nnodes} it must be "
             "HOST:PORT of node 0"
         )
-    return Node(rank=int(text), host=host.strip("[]"), port=int(port))
+    if key is not None and len(key) < _MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"{ENV_RDZV_KEY} has {len(key)} characters; set the same random text of at least "
+            f"{_MIN_KEY_CHARACTERS} characters on every node, or on none"
+        )
+    secret = key.encode() if key is not None else None
+    return Node(rank=int(text), host=host.strip("[]"), port=int(port), key=secret)
 
 
 def start_ranks(
     config: TrainConfig,
     node: Node,
+    store: StorePort,
     arguments: Sequence[str],
     environ: Mapping[str, str],
     *,
@@ -68,17 +96,13 @@ def start_ranks(
 
     Their stderr is a pipe that the caller must read.
 
-    Node 0 binds the port of the store here and passes the socket to rank 0: no other program can
-    take the port meanwhile, and connections of ranks that are faster than rank 0 wait instead of
-    being refused. `arguments` are passed to the Python interpreter; `restart` counts the earlier
-    starts. The ranks start in `current_folder`, or in the current folder of this process.
-
-    Raises:
-        TrainerError: The port of the store is taken.
+    Rank 0 inherits the socket of `store`, which is closed here. `arguments` are passed to the
+    Python interpreter; `restart` counts the earlier starts. The ranks start in `current_folder`, or
+    in the current folder of this process.
     """
     num_ranks = config.world.nproc_per_node
     processes = {}
-    with _listen(node) if node.rank == 0 else nullcontext() as listener:
+    with store.listener or nullcontext() as listener:
         for local_rank in range(num_ranks):
             rank = node.rank * num_ranks + local_rank
             place = {
@@ -86,14 +110,15 @@ def start_ranks(
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(config.world.world_size),
                 "LOCAL_WORLD_SIZE": str(num_ranks),
-                # Node 0's own name may not resolve before its pod is ready.
-                "MASTER_ADDR": "127.0.0.1" if node.rank == 0 else node.host,
-                "MASTER_PORT": str(listener.getsockname()[1] if listener else node.port),
+                "MASTER_ADDR": store.host,
+                "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_RESTART_COUNT": str(restart),
             }
             inherited = [listener.fileno()] if listener and rank == 0 else []
             if inherited:
                 place[ENV_STORE_FD] = str(inherited[0])
+            if store.entrance is not None:
+                place[ENV_STORE_ENTRANCE] = str(store.entrance)
             processes[rank] = subprocess.Popen(
                 [sys.executable, "-P", *arguments],  # no imports from the current folder
                 env={**environ, **place},
@@ -103,19 +128,3 @@ def start_ranks(
                 start_new_session=True,
             )
     return processes
-
-
-def _listen(node: Node) -> socket.socket:
-    """Listen on the loopback address of a single node, or on all addresses for other nodes."""
-    try:
-        if node.port == 0:
-            return socket.create_server((node.host, 0))
-        if socket.has_dualstack_ipv6():
-            address = ("::", node.port)
-            return socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", node.port))
-    except OSError as error:
-        raise TrainerError(
-            f"port {node.port} of {ENV_RDZV_ENDPOINT} cannot be bound ({error}); "
-            "end the process that holds it, or name another port"
-        ) from error

@@ -33,6 +33,7 @@ from finetune_trainer.launch.rank_report import (
 )
 from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.start_ranks import Node, read_node, start_ranks
+from finetune_trainer.launch.store_port import open_store_port
 from finetune_trainer.launch.termination_message import (
     choose_termination,
     preempted_before_training,
@@ -40,6 +41,7 @@ from finetune_trainer.launch.termination_message import (
     write_termination,
 )
 from finetune_trainer.launch.trackers.process import TrackerProcess
+from finetune_trainer.rendezvous import rendezvous_limit
 from finetune_trainer.telemetry.node.start_page import node_page, watch_config
 from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage
 
@@ -55,6 +57,7 @@ class Supervisor:
         entry: str = DEFAULT_ENTRY,
         environ: Mapping[str, str] = os.environ,
         tracker_variables: Mapping[str, str] | None = None,
+        key: str | None = None,
     ) -> None:
         """Prepare to run `config`.
 
@@ -66,12 +69,14 @@ class Supervisor:
             entry: `module:function` that does a rank's work.
             environ: Environment with this node's place, which the ranks inherit.
             tracker_variables: Additional variables for the process of the trackers.
+            key: Key of the attempt, which no other process of this node gets.
         """
         self._config = config
         self._config_path = config_path
         self._entry = entry
         self._environ = environ
         self._tracker_variables = tracker_variables or {}
+        self._key = key
         self._trackers: TrackerProcess | None = None
         self.stop = StopSignal()
 
@@ -88,7 +93,7 @@ class Supervisor:
         return termination
 
     def _supervise(self, folder: Path) -> Termination:
-        node = read_node(self._config, self._environ)
+        node = read_node(self._config, self._environ, self._key)
         num_ranks = self._config.world.nproc_per_node
         watch = watch_config(self._config, self._config.world.nnodes, self._environ)
         with node_page(
@@ -145,10 +150,18 @@ class Supervisor:
         first = node.rank * config.world.nproc_per_node
         traces = TimerTraces(config.run_dir, range(first, first + config.world.nproc_per_node))
         watch = RankWatch(reports, self.stop, config.termination_grace_seconds, traces)
-        processes = start_ranks(
-            config, node, arguments, environ, restart=restart, current_folder=self._folder(reports)
-        )
-        watch.until_all_ended(processes)
+        limit = rendezvous_limit(self._environ)
+        with open_store_port(node, lambda: self.stop.requested, limit) as store:
+            processes = start_ranks(
+                config,
+                node,
+                store,
+                arguments,
+                environ,
+                restart=restart,
+                current_folder=self._folder(reports),
+            )
+            watch.until_all_ended(processes)
         return choose_termination(
             watch.exits,
             stop_reason=self.stop.reason,

@@ -9,6 +9,7 @@ from finetune_trainer.config import (
     ENV_NODE_NAME,
     ENV_NODE_RANK,
     ENV_RDZV_ENDPOINT,
+    ENV_RDZV_KEY,
     ENV_TERMINATION_PATH,
     ENV_VOLUMES,
 )
@@ -26,7 +27,15 @@ _PREFIXES = (
     "TRANSFORMERS_",
 )  # fmt: skip
 _OURS = frozenset(
-    {ENV_NODE_NAME, ENV_NODE_RANK, ENV_RDZV_ENDPOINT, ENV_TERMINATION_PATH, ENV_VOLUMES, ENV_MARK}
+    {
+        ENV_NODE_NAME,
+        ENV_NODE_RANK,
+        ENV_RDZV_ENDPOINT,
+        ENV_RDZV_KEY,
+        ENV_TERMINATION_PATH,
+        ENV_VOLUMES,
+        ENV_MARK,
+    }
 )
 
 
