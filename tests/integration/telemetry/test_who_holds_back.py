@@ -98,6 +98,7 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., list[str]]]:
                 "FINETUNE_NODE_RANK": str(node),
                 "FINETUNE_NODE_NAME": f"node-{node}",
                 "FINETUNE_RDZV_ENDPOINT": f"127.0.0.1:{store}",
+                "FINETUNE_RDZV_KEY": 64 * "0",
             }
             faulty = {**SOON, "FAULT": fault, "FAULT_RANK": "1", **environ}
             nodes.append(launch(config, "support.launch.faulty_ranks:work", place | faulty))

@@ -1,6 +1,7 @@
 """What nodes tell the node of rank 0, and what that takes from whom."""
 
 import json
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from finetune_trainer.telemetry.boundary import Boundary
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks
-from finetune_trainer.telemetry.node.node_watch import NodeWatch, WatchConfig
+from finetune_trainer.telemetry.node.node_watch import RANK_ZERO_FILE, NodeWatch, WatchConfig
 from finetune_trainer.telemetry.node.peers import (
     MAX_NEWS_BYTES,
     MAX_RANKS_OF_NODE,
@@ -28,6 +29,8 @@ from finetune_trainer.telemetry.node.peers import (
 )
 from finetune_trainer.telemetry.node.server import JSON, PageServer, Response, Route
 from finetune_trainer.telemetry.node.snapshots import RankSnapshot
+from finetune_trainer.telemetry.node.start_page import watch_config
+from support.launch.launches import train_config
 
 WORD = "a word"
 BOUNDARY = Boundary(
@@ -148,6 +151,25 @@ def serve() -> Iterator[Callable[[Callable[[bytes], Response]], RankZero]]:
     yield serve
     for one in servers:
         one.close()
+
+
+def test_nodes_with_the_key_of_the_attempt_need_no_secret_of_rank_0(
+    serve: Callable[[Callable[[bytes], Response]], RankZero], tmp_path: Path
+) -> None:
+    config, key = train_config(tmp_path), secrets.token_bytes(32)
+    first, second, other = (watch_config(config, 2, {}, one) for one in (key, key, key[:-1]))
+    desk, statuses = NewsDesk(first.word), list[HTTPStatus]()
+
+    def receive(body: bytes) -> Response:
+        status, text = desk.receive(body)
+        statuses.append(status)
+        return status, JSON, text.encode()
+
+    to = serve(receive).model_copy(update={"word": ""})
+    (tmp_path / RANK_ZERO_FILE).write_text(to.to_json())
+    for node in (second, other):
+        NodeWatch(node, NodeRanks(tmp_path, [1]), tmp_path).look()
+    assert statuses == [HTTPStatus.OK, HTTPStatus.FORBIDDEN]
 
 
 def test_news_go_over_http(serve: Any) -> None:

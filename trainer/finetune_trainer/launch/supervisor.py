@@ -95,7 +95,7 @@ class Supervisor:
     def _supervise(self, folder: Path) -> Termination:
         node = read_node(self._config, self._environ, self._key)
         num_ranks = self._config.world.nproc_per_node
-        watch = watch_config(self._config, self._config.world.nnodes, self._environ)
+        watch = watch_config(self._config, self._config.world.nnodes, self._environ, node.key)
         with node_page(
             self._config.telemetry,
             node.rank * num_ranks,

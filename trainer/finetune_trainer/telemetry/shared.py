@@ -32,8 +32,8 @@ class NodePage(ContractModel):
         url: Address at which Prometheus finds the page, seen from this machine.
         warning: Why the page is at another port, or missing.
         first_rank: First rank of the node, which publishes the warning.
-        word: Secret by which the page of rank 0's node recognises the job's other nodes; None
-            elsewhere.
+        word: Secret by which the page of rank 0's node recognises the job's other nodes; empty
+            if it follows from the attempt's key, and None elsewhere.
     """
 
     folder: str | None = None

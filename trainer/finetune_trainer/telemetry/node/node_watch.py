@@ -55,6 +55,7 @@ class WatchConfig(ContractModel):
         num_nodes: Nodes of the job.
         hang_seconds: Time after which hanging ranks end themselves; None for never.
         word: Secret by which rank 0's node recognises the job's own nodes.
+        has_key: Whether each node derives `word` from the attempt's key, so that it is not sent.
         speed: Factor by which ranks are judged faster than usual.
     """
 
@@ -64,6 +65,7 @@ class WatchConfig(ContractModel):
     num_nodes: int
     hang_seconds: int | None = None
     word: str
+    has_key: bool = False
     speed: Annotated[float, Field(gt=0)] = 1.0
 
 
@@ -180,7 +182,8 @@ class NodeWatch:
             to = RankZero.read(self._folder / RANK_ZERO_FILE)
         except FileNotFoundError:
             return Reply()
-        news = News(word=to.word, node=self._config.node, ranks=looks)
+        word = self._config.word if self._config.has_key else to.word
+        news = News(word=word, node=self._config.node, ranks=looks)
         try:
             return send(to, news)
         except (OSError, HTTPException, ValidationError, ValueError) as error:

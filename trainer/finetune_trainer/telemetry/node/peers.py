@@ -1,9 +1,9 @@
 """Exchange snapshots between a job's nodes: all nodes send to rank 0's node and get its reply.
 
-Each node posts a snapshot of its ranks every few seconds to the page of rank 0's node, with the
-secret that rank 0 gave to all ranks at the rendezvous; other clients that can reach the page do
-not know it. Only rank 0's node judges. Its reply has the scores for the sender's own page and the
-number of the stall to collect evidence for.
+Each node posts a snapshot of its ranks every few seconds to the page of rank 0's node, with a
+secret: it follows from the attempt's key, or rank 0 gave it to all ranks at the rendezvous. Other
+clients that can reach the page do not know it. Only rank 0's node judges. Its reply has the scores
+for the sender's own page and the number of the stall to collect evidence for.
 """
 
 import hmac
@@ -28,11 +28,16 @@ _NEWS_MISSED = 3  # intervals; in large jobs nodes report less often
 MAX_RANKS_OF_NODE = 256
 
 
+def word_of(key: bytes) -> str:
+    """Return the secret of rank 0's page that follows from the attempt's key."""
+    return hmac.new(key, b"page of rank 0", "sha256").hexdigest()
+
+
 class News(ContractModel):
     """Request of a node to rank 0's node.
 
     Attributes:
-        word: Secret that rank 0 gave to all ranks at the rendezvous.
+        word: Secret of rank 0's page.
         node: Name of the sender.
         ranks: Its ranks that have begun.
     """
@@ -119,7 +124,8 @@ class RankZero(ContractModel):
     Attributes:
         host: Address of rank 0 as seen from this node.
         port: Port of the page of its node.
-        word: Secret by which that page recognises the job's own nodes.
+        word: Secret by which that page recognises the job's own nodes; empty if it follows from
+            the attempt's key.
     """
 
     host: str

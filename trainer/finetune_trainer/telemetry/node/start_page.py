@@ -17,6 +17,7 @@ from pathlib import Path
 from finetune_trainer.config import ENV_NODE_NAME, TelemetryConfig, TrainConfig
 from finetune_trainer.files import remove_tree
 from finetune_trainer.telemetry.node.node_watch import ENV_WATCH_SPEED, WATCH_FILE, WatchConfig
+from finetune_trainer.telemetry.node.peers import word_of
 from finetune_trainer.telemetry.node.process import PageProcess
 from finetune_trainer.telemetry.shared import NodePage, publish_warning
 
@@ -26,16 +27,23 @@ _PORTS_TRIED = 20
 
 
 def watch_config(
-    config: TrainConfig, num_nodes: int, environ: Mapping[str, str] = os.environ
+    config: TrainConfig,
+    num_nodes: int,
+    environ: Mapping[str, str] = os.environ,
+    key: bytes | None = None,
 ) -> WatchConfig:
-    """Return the settings with which the page finds ranks that hold the run back."""
+    """Return the settings with which the page finds ranks that hold the run back.
+
+    With the attempt's key all nodes have the same secret; otherwise rank 0's node sends its own.
+    """
     return WatchConfig(
         run_dir=config.run_dir,
         attempt=config.job.attempt,
         node=environ.get(ENV_NODE_NAME) or socket.gethostname(),
         num_nodes=num_nodes,
         hang_seconds=config.control.hang_seconds,
-        word=secrets.token_urlsafe(16),
+        word=word_of(key) if key is not None else secrets.token_urlsafe(16),
+        has_key=key is not None,
         speed=float(environ.get(ENV_WATCH_SPEED, "1")),
     )
 
@@ -135,7 +143,7 @@ def _serve(
         return none.model_copy(update={"warning": sentence}), None
     found = {"folder": str(folder), "url": _url(listener), "warning": warning}
     if watch is not None and none.first_rank == 0:
-        found["word"] = watch.word
+        found["word"] = "" if watch.has_key else watch.word
     return none.model_copy(update=found), process
 
 
