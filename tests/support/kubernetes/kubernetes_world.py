@@ -6,6 +6,7 @@ operator does in between is the same each time.
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -70,6 +71,9 @@ async def pass_time(world: World, seconds: float) -> None:
 def holds_node(pod: Object) -> bool:
     """Return whether a pod still occupies its node."""
     return judge(read_pod(pod)).holds_node
+
+
+_KEY = re.compile(r'("FINETUNE_RDZV_KEY", "value": )"[0-9a-f]{64}"')
 
 
 class PromptBackend(KubernetesBackend):
@@ -140,7 +144,7 @@ class KubernetesWorld(World):
         return [one["metadata"]["name"] for one in self.api.objects(JOBS)]
 
     def children(self) -> dict[str, str]:
-        """Return every child as JSON text, with names in the place of uids."""
+        """Return every child as JSON text, without random keys, and with names instead of uids."""
         names = {
             one["metadata"]["uid"]: f"uid of {one['metadata']['name']}"
             for kind in (FINE_TUNE_JOBS, *CHILDREN)
@@ -151,6 +155,7 @@ class KubernetesWorld(World):
             for one in self.api.objects(kind):
                 del one["metadata"]["resourceVersion"]
                 text = json.dumps(one, sort_keys=True).replace(str(self._port), "12345")
+                text = _KEY.sub(r'\1"random"', text)
                 for uid, name in names.items():
                     text = text.replace(uid, name)
                 found[f"{kind.kind} {one['metadata']['name']}"] = text

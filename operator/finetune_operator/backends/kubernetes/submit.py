@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_operator.backends.base import Handle, Request
+from finetune_operator.backends.kubernetes.attempt_key import with_key
 from finetune_operator.backends.kubernetes.attempt_profiles import digest_of
 from finetune_operator.backends.kubernetes.child_names import AttemptName, is_owned, owner_of
 from finetune_operator.backends.kubernetes.children import Children
@@ -53,7 +54,7 @@ async def submit(request: Request, children: Children) -> Handle:
         )
         for wanted, one in zip(once, created, strict=True):
             children.note_child_response(CHILD_KINDS[wanted["kind"]], one)
-        there = await create_or_adopt(client, batch_job, request.job_uid)
+        there = await create_or_adopt(client, with_key(batch_job), request.job_uid)
         children.note_response(there)
     return handle_of(name, there)
 

@@ -1,6 +1,6 @@
 """What keeps the kubernetes backend from creating an attempt, on a server in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,47 @@ def test_a_pod_on_a_silent_node_that_prevents_an_attempt_is_named_with_the_remed
         cache(PODS).put(pod("Running", 1, conditions=conditions))
         with pytest.raises(TransientError, match=r"abc has not responded since 2026.*kubectl del"):
             await backend.submit(backend.render(planned(**JOB), Attempt(1)))
+
+    run(work())
+
+
+def keys_of(batch_job: Mapping[str, Any]) -> list[str]:
+    env = batch_job["spec"]["template"]["spec"]["containers"][0]["env"]
+    return [one["value"] for one in env if one["name"] == "FINETUNE_RDZV_KEY"]
+
+
+def test_each_attempt_of_several_nodes_has_a_key_that_no_printed_object_shows() -> None:
+    plan, keys = planned(**{**JOB, "topology__nodes": 2}), []
+
+    async def attempt(number: int) -> None:
+        api = FakeApi()
+        backend, _ = process(api)
+        request = backend.render(plan, Attempt(number))
+        handle = await backend.submit(request)
+        (created,) = api.objects(JOBS)
+        (key,) = keys_of(created)
+        keys.append(bytes.fromhex(key))
+        shown = repr(
+            (request, handle, created["metadata"], created["spec"]["template"]["metadata"])
+        )
+        assert key not in shown
+        assert "FINETUNE_RDZV_KEY" not in shown
+        adopting, _ = process(api)
+        assert await adopting.submit(request) == handle
+        assert api.objects(JOBS) == [created]
+
+    run(attempt(1))
+    run(attempt(2))
+    assert [len(key) for key in keys] == [32, 32]
+    assert keys[0] != keys[1]
+
+
+def test_a_single_node_needs_no_key() -> None:
+    async def work() -> None:
+        api = FakeApi()
+        backend, _ = process(api)
+        await backend.submit(backend.render(planned(**JOB), Attempt(1)))
+        assert [keys_of(one) for one in api.objects(JOBS)] == [[]]
 
     run(work())
 
