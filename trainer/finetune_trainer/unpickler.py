@@ -6,6 +6,7 @@ refused before its module is imported.
 """
 
 import pickle
+from abc import ABC, abstractmethod
 from enum import EnumMeta
 from functools import cache
 from importlib import import_module
@@ -34,14 +35,14 @@ RECORD = frozenset(
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
-class SafeUnpickler(pickle.Unpickler):
+class SafeUnpickler(pickle.Unpickler, ABC):
     """Unpickles objects of the names in `allowed`, and dtypes of torch; paths become strings."""
 
     allowed: ClassVar[frozenset[tuple[str, str]]]
 
+    @abstractmethod
     def refuse(self, what: str) -> NoReturn:
         """Raise an error about this pickle; `what` is the predicate of its sentence."""
-        raise NotImplementedError
 
     def load(self) -> Any:
         """Return the unpickled object.

@@ -34,7 +34,7 @@ SubPath = Annotated[
     Rule(
         f"self.matches('^{_SEGMENT}(/{_SEGMENT})*$')",
         "must be a relative path of names, each of letters, digits, '.', '_' and '-' without a "
-        "leading '.', or '{namespace}', which stands for the namespace of the job",
+        "leading '.', or '{namespace}', which is replaced by the namespace of the job",
     ),
 ]
 ResourceName = Annotated[str, Field(min_length=1, max_length=317)]
@@ -105,7 +105,7 @@ class ProfileVolume(ApiModel):
     mount_path: Path
     """Mount path."""
     sub_path: SubPath | None = None
-    """Folder of the volume that pods mount in place of its root. {namespace} stands for the
+    """Folder of the volume that pods mount in place of its root. {namespace} is replaced by the
     namespace of the job, so that namespaces that share the volume have separate files. The folder
     should exist and belong to the group of the pods; the kubelet creates a missing one as root.
     Absent means the root, with the files of all namespaces."""
