@@ -9,6 +9,7 @@ import pytest
 
 from finetune_operator.kube.api_errors import AlreadyExistsError, ForbiddenError
 from finetune_operator.kube.resources import (
+    CONFIG_MAPS,
     ENDPOINT_SLICES,
     FINE_TUNE_JOBS,
     JOBS,
@@ -346,7 +347,10 @@ def test_every_manifest_of_the_backend_is_admitted(thief: Thief, case: str) -> N
 def test_others_may_add_owners_and_the_operator_none(api: Api, thief: Thief) -> None:
     child = thief.create(JOBS, thief.child(JOBS, name="shared"))
     (ours,) = child["metadata"]["ownerReferences"]
-    other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "theirs", "uid": "u"}
+    # It exists, since the garbage collector removes a reference to an owner that does not.
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "theirs"}}
+    uid = api.run(api.client.create(CONFIG_MAPS, theirs, thief.namespace))["metadata"]["uid"]
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "theirs", "uid": uid}
     owners = {"metadata": {"ownerReferences": [ours, other]}}
     with pytest.raises(ForbiddenError, match="adds no other owner"):
         thief.patch(JOBS, "shared", owners)

@@ -139,7 +139,7 @@ def test_a_gated_model_is_one_sentence(project: Path) -> None:
         asked = ftctl("init", *options, folder=project, HF_HUB_OFFLINE=None, HF_ENDPOINT=endpoint)
     assert (asked.returncode, asked.stdout) == (1, "")
     [line] = asked.stderr.splitlines()
-    assert line.startswith("--model: the tokenizer of org/gated cannot be loaded (")
+    assert line.startswith("--model: the model of org/gated cannot be loaded (")
     assert line.endswith("for a gated model, the token")
 
 
