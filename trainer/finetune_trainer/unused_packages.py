@@ -1,6 +1,6 @@
 """Hide optional packages that a process does not use, because libraries would import them.
 
-Called by a rank and by the preview before any of these packages is imported. The effect lasts for
+Called when a process starts, before any of these packages is imported. The effect lasts for
 the life of the process, so a process that runs several jobs must not call it.
 """
 

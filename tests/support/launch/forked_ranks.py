@@ -21,6 +21,7 @@ from finetune_trainer.config import Termination, TrainConfig
 from finetune_trainer.control import leave
 from finetune_trainer.launch.rank_report import RankReport
 from finetune_trainer.launch.worker import run_rank
+from finetune_trainer.unused_packages import hide_unused
 from support.launch.launches import free_port
 from support.launch.warm_processes import Forks, beside_deepspeed, forkserver
 
@@ -120,6 +121,7 @@ def _be_rank(text: str, rank: int, port: str, environ: dict[str, str]) -> None:
     def report_end(report: RankReport) -> None:
         Path(f"{config.termination_path}.{rank}").write_text(report.termination.to_json())
 
+    hide_unused(config)
     report = run_rank(config, report_end=report_end)
     report_end(report)
     leave(report.termination.exit_code)

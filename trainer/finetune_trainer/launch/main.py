@@ -31,6 +31,7 @@ from finetune_trainer.launch.rank_report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.supervisor import Supervisor, write_termination_message
 from finetune_trainer.launch.trackers.process import take_variables
 from finetune_trainer.launchers import has_launcher
+from finetune_trainer.unused_packages import hide_unused
 
 
 def main(arguments: Sequence[str], *, entry: str = DEFAULT_ENTRY) -> NoReturn:
@@ -77,6 +78,7 @@ def _run_as_rank(config: TrainConfig, entry: str) -> int:
                 return
         print(f"rank {report.rank}: {report.termination.message}", file=sys.stderr)
 
+    hide_unused(config)
     report = run_rank(config, entry, report_end=report_end)
     report_end(report)
     return report.termination.exit_code

@@ -67,7 +67,9 @@ def main() -> NoReturn:
     # An orphaned rank would write to the same checkpoints as the next attempt.
     end_with_parent(int(os.environ[ENV_SUPERVISOR_PID]), signal.SIGKILL)
     report_end = partial(write_report, Path(os.environ[ENV_REPORT_DIR]))
-    report = run_rank(TrainConfig.read(Path(config_path)), entry, report_end=report_end)
+    config = TrainConfig.read(Path(config_path))
+    hide_unused(config)
+    report = run_rank(config, entry, report_end=report_end)
     report_end(report)
     leave(report.termination.exit_code)
 
@@ -84,7 +86,6 @@ def run_rank(
     If the rank hangs or is overtaken, the process ends here after `report_end` was called.
     """
     os.environ.update(cuda_environment(config, environ))
-    hide_unused(config)
     try:
         return _Rank(config, environ, report_end).run(entry)
     finally:
