@@ -35,9 +35,9 @@ def test_a_fault_that_another_test_causes_names_a_test_of_its_place(case: Case) 
 
 
 NEW_REASONS = (
-    "Completing", "Evicted", "InitContainerRunning", "KueueNotInstalled", "NodeLost",
-    "NodeNotResponding", "NotResponding", "NotStarted", "PodNotStarted", "PodsNotCreated",
-    "ProgressUnknown", "Rejected", "SchedulerNotResponding", "ServiceSilent",
+    "Completing", "ControlPlaneCutOff", "Evicted", "InitContainerRunning", "KueueNotInstalled",
+    "NodeLost", "NodeNotResponding", "NotResponding", "NotStarted", "PodNotStarted",
+    "PodsNotCreated", "ProgressUnknown", "Rejected", "SchedulerNotResponding", "ServiceSilent",
 )  # fmt: skip
 """Reasons and classes that have an alert, or that the runbook names as reasons without an alert."""
 

@@ -187,8 +187,9 @@ class Observation:
         unheard: Why the progress of rank 0 cannot be read, and the remedy; empty if it can be read,
             or may be soon. `progress` is then None.
         obstacle: The current obstacle, in every phase; None if there is none.
-        gives_up: Termination to record if the operator must end the attempt before it trains, for
-            the sake of another job; None otherwise. As `Preempted` the restart is not counted.
+        gives_up: Termination to record if the operator must end the attempt, None otherwise. Its
+            class is `Preempted` if the attempt gives way to another job before it trains, and the
+            restart is then not counted; or `NodeLost`.
         outlived_by: Containers that still run long after all processes of the attempt have ended,
             so that the operator must end it; empty otherwise.
         message: One sentence for the conditions; may be empty.

@@ -100,7 +100,7 @@ class ObjectCache:
             return version < version_of(cached)
         if version <= self._deleted.get(key, -1):
             return False
-        self._forget(key)
+        self._take(key)
         self._deleted.pop(key, None)
         self._objects[key] = obj
         if (job := job_key_of(obj)) is not None:
@@ -154,6 +154,12 @@ class ObjectCache:
         return removed + [obj for obj in listed.values() if self.put(obj)]
 
     def _forget(self, key: Key) -> bool:
+        if not self._take(key):
+            return False
+        self._notify(key)
+        return True
+
+    def _take(self, key: Key) -> bool:
         cached = self._objects.pop(key, None)
         if cached is None:
             return False
@@ -162,7 +168,6 @@ class ObjectCache:
             keys.discard(key)
             if not keys:
                 del self._of_job[job]
-        self._notify(key)
         return True
 
     def _notify(self, key: Key) -> None:

@@ -6,6 +6,7 @@ raise ForbiddenError, UnauthorizedError, ThrottledError and UnavailableError.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,14 +85,21 @@ class WatchEvent:
 
 @dataclass
 class CallCounts:
-    """Number of requests by verb, resource and HTTP status; status 0 means no response."""
+    """Number of requests by verb, resource and HTTP status; status 0 means no response.
+
+    Attributes:
+        unavailable_at: When a request last had no response, on the loop's clock.
+    """
 
     by_kind: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    unavailable_at: float = -math.inf
 
     def add(self, verb: str, resource: str, status: int) -> None:
         """Count one request."""
         key = (verb, resource, status)
         self.by_kind[key] = self.by_kind.get(key, 0) + 1
+        if status == 0:
+            self.unavailable_at = asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Labels and an annotation of the objects of a job, and the finalizer of a job.
+"""Labels and annotations of the objects of a job, and the finalizer of a job.
 
-The operator's caches retain these labels and this annotation.
+The operator's caches retain these labels and annotations, and no other annotation of a pod: the
+configuration of its trainer is an annotation of up to 200 KiB.
 """
 
 JOB_LABEL = "finetune.dev/job"
@@ -13,10 +14,11 @@ ATTEMPT_LABEL = "finetune.dev/attempt"
 """Number of the attempt."""
 
 GRACE_ANNOTATION = "finetune.dev/grace-seconds"
-"""Grace period of a pod between SIGTERM and SIGKILL, unless a deletion sets another.
+"""Grace period of a pod between SIGTERM and SIGKILL, unless a deletion sets another."""
 
-It is the only annotation of a pod that the caches retain, because another holds the whole trainer
-configuration.
+FENCED_ANNOTATION = "finetune.dev/fenced"
+"""`true` on a pod whose job writes only to storage that all nodes share, where claims of the next
+attempt stop the writes of this pod.
 """
 
 FINALIZER = "finetune.dev/backend"

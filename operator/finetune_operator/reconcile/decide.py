@@ -287,7 +287,7 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         if termination.failure_class in failures.PERMANENT_CLASSES:
             return _fail(view, status, termination.failure_class, termination.message)
         return _between_attempts(view, status)
-    if given_up is not None and termination.failure_class in failures.DISRUPTIONS:
+    if given_up is not None and termination.failure_class is FailureClass.PREEMPTED:
         return _between_attempts(view, status)  # it gave way to another job before it trained
     policy = view.spec.restart_policy
     action = failures.action_for(policy, termination.failure_class, termination.exit_code)

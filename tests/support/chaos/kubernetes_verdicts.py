@@ -79,6 +79,16 @@ async def silence_node(cluster: PlayedCluster) -> None:
     await cluster.mark_silent(1, 1)
 
 
+async def fail_beside_silent_node(cluster: PlayedCluster) -> None:
+    """Let a node be silent, and 20 seconds later the trainer of the other node fail."""
+    cluster.silent = {"node-1"}
+    await cluster.live(20)
+    words = "rank 1 is gone"
+    await cluster.end(1, 0, code=1, words=words, failure=FailureClass.WORKER_LOST)
+    await cluster.live(NOTICED_SECONDS - 20)
+    await cluster.mark_silent(1, 1)
+
+
 async def silence_kubelet(cluster: PlayedCluster) -> None:
     """Let a kubelet be silent for five minutes beside a trainer that trains on."""
     await cluster.live(NOTICED_SECONDS)
@@ -195,7 +205,37 @@ CASES = (
         is_starred=True,
     ),
     Case(
-        "a node is silent until it is deleted",
+        "a node is silent, and a rank of another node fails",
+        "the node acts no longer; after 20 s the other trainer ends with exit code 1",
+        Truth(
+            C.NODE_LOST,
+            reason="Restarting",
+            meanwhile=("rank 1 is gone",),
+            budget=Budget.FREE,
+            resumes=40,
+            words=("node node-1 of pod tiny-1-1 has not responded since", DELETE_NODE),
+            within=75 - NOTICED_SECONDS,
+        ),
+        inject=fail_beside_silent_node,
+        is_starred=True,
+    ),
+    Case(
+        "a node is silent, and all ranks hang",
+        "the node acts no longer, and condition Ready of its pod is False",
+        Truth(
+            C.NODE_LOST,
+            reason="NodeNotResponding",
+            meanwhile=("node node-1 of pod tiny-1-1 has not responded since", DELETE_NODE),
+            budget=Budget.FREE,
+            resumes=40,
+            words=("has not progressed since", "its processes may still run there"),
+            within=120 - NOTICED_SECONDS,
+        ),
+        inject=silence_node,
+        is_starred=True,
+    ),
+    Case(
+        "a silent node is deleted",
         "condition Ready of a pod is False without a reason; later PodGC fails the pod",
         Truth(
             C.NODE_LOST,
@@ -208,7 +248,6 @@ CASES = (
         ),
         inject=silence_node,
         repair=delete_node,
-        is_starred=True,
     ),
     Case(
         "a silent node responds again",

@@ -79,6 +79,11 @@ class PlayedCluster(KubernetesWorld, PlayedWorld):
         """Let the page respond again."""
         await self._closing.enter_async_context(self.page.serving(ADDRESS, self.page.port))
 
+    def may_write(self, pod: Object) -> bool:
+        """Return whether a trainer may write; on a lost node the next attempt has fenced it."""
+        is_lost = pod["spec"].get("nodeName") in self.silent
+        return super().may_write(pod) and not (is_lost and "deletionTimestamp" in pod["metadata"])
+
     async def act(self, step: int) -> None:
         """Let controllers, scheduler, nodes and trainers do their next step."""
         self._seconds += step
@@ -99,6 +104,8 @@ class PlayedCluster(KubernetesWorld, PlayedWorld):
             failed = any(one["status"]["phase"] == "Failed" for one in pods)
             failed |= number in self._never_ran
             if stops or failed or spec.get("suspend"):
+                if stops or failed:
+                    await self._decide(batch_job)
                 for pod in pods:
                     if is_alive(pod) and "deletionTimestamp" not in pod["metadata"]:
                         await self.api.delete(PODS, pod["metadata"]["name"], "ns", grace_seconds=30)
@@ -112,11 +119,19 @@ class PlayedCluster(KubernetesWorld, PlayedWorld):
             elif not pods:
                 await self.make_pods(number, num_placed=0)
 
+    async def _decide(self, batch_job: Object) -> None:
+        """Decide to fail a batch Job; it is Failed once its pods are gone."""
+        if not has(batch_job, "FailureTarget"):
+            target = {"type": "FailureTarget", "status": "True", "reason": "PodFailed"}
+            conditions = [*batch_job.get("status", {}).get("conditions", ()), target]
+            await self._tell(JOBS, batch_job["metadata"]["name"], conditions=conditions, active=0)
+
     async def _schedule(self) -> None:
         if not self.has_scheduler:
             return
         pods = self.api.objects(PODS)
-        taken = sum("nodeName" in one["spec"] and is_alive(one) for one in pods)
+        held = [one for one in pods if "nodeName" in one["spec"] and is_alive(one)]
+        taken = sum(one["spec"]["nodeName"] not in self.silent for one in held)
         for pod in pods:
             if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
                 continue
@@ -125,7 +140,10 @@ class PlayedCluster(KubernetesWorld, PlayedWorld):
             placed: Object = {"type": "PodScheduled", "status": str(fits)}
             if fits:
                 taken += 1
-                await self.api.patch(PODS, name, "ns", {"spec": {"nodeName": f"node-{index}"}})
+                node = f"node-{index}"
+                if node in self.silent:
+                    node = f"other-{index}"
+                await self.api.patch(PODS, name, "ns", {"spec": {"nodeName": node}})
                 self._placed[name] = self._seconds
             else:
                 placed |= {"reason": "Unschedulable", "message": ROOM}

@@ -7,6 +7,8 @@ from support.chaos.case import LAST_STEP, THE_START, Budget, Case, Place, Truth
 C = FailureClass
 LAST_COMMIT = "the last checkpoint"
 GANGS = "tests/unit/backends/kubernetes/test_partial_gangs.py"
+FAILOVER = "tests/unit/backends/kubernetes/test_failover.py"
+ON_THAT_NODE = "test_a_job_with_folders_on_the_lost_node_stalls_and_is_not_started_again"
 COMMITS = "tests/integration/checkpoint/test_09_crash_safe_commit.py"
 ON_API_SERVER = "tests/integration/backends/kubernetes"
 OUTAGES = "tests/integration/kernel"
@@ -44,6 +46,37 @@ VIRTUAL = (
             f"{GANGS}::test_the_younger_of_two_gangs_gives_way_and_runs_when_the_older_has_ended"
         ),
         is_starred=True,
+    ),
+    Case(
+        "most nodes are silent together",
+        "condition Ready is False without a reason on three of five nodes",
+        Truth(reason="ControlPlaneCutOff", words=("no other attempt is started",)),
+        shown_by=f"{FAILOVER}::test_no_job_fails_over_while_most_nodes_are_silent_together",
+        is_starred=True,
+    ),
+    Case(
+        "a node whose disk has the checkpoints is silent",
+        "the profile's volume is a hostPath",
+        Truth(
+            reason="NodeNotResponding",
+            words=("the folders of the job may be on that node alone", "out-of-service"),
+        ),
+        shown_by=f"{FAILOVER}::{ON_THAT_NODE}",
+        is_starred=True,
+    ),
+    Case(
+        "a node only seems lost",
+        "flaps, a silent kubelet, readiness gates, a blocked page, long evaluations and steps, and "
+        "restarts of the operator",
+        Truth(words=("attempt 1 trains",)),
+        shown_by=f"{FAILOVER}::test_a_node_that_only_seems_lost_costs_no_attempt",
+        is_starred=True,
+    ),
+    Case(
+        "the clock of the operator is wrong by an hour",
+        "the job is suspended meanwhile",
+        Truth(C.PREEMPTED, words=("no pod counts as lost",), resumes=LAST_COMMIT),
+        shown_by=f"{FAILOVER}::test_a_clock_that_is_wrong_makes_no_pod_lost",
     ),
     Case(
         "the operator is killed at each write of a job's life",

@@ -9,7 +9,7 @@ import uuid
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -172,7 +172,11 @@ class FakeApi(KubeClient):
         self._check(there, {"metadata": {"uid": uid} if uid else {}})
         if there["metadata"].get("finalizers"):
             made = copied(there)
-            made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            marks, end = made["metadata"], self.now() + timedelta(seconds=grace_seconds or 0)
+            # A later deletion can only shorten it.
+            if "deletionTimestamp" not in marks or rfc3339(end) < marks["deletionTimestamp"]:
+                marks["deletionTimestamp"] = rfc3339(end)
+                marks["deletionGracePeriodSeconds"] = int(grace_seconds or 0)
             await self._answer(self._leave("delete", resource, "MODIFIED", made))
             return
         try:

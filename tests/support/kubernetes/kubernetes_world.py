@@ -111,7 +111,11 @@ class KubernetesWorld(World):
         # The deadline of a suspended Job does not run; it begins anew once somebody resumes it.
         if not over and (spec.get("activeDeadlineSeconds") != 1 or spec.get("suspend")):
             return True
-        return any(judge(read_pod(pod)).may_write for pod in self._pods(batch_job))
+        return any(map(self.may_write, self._pods(batch_job)))
+
+    def may_write(self, pod: Object) -> bool:
+        """Return whether the trainer of a pod may write to the folders of the job."""
+        return judge(read_pod(pod)).may_write
 
     def _pods(self, batch_job: Object) -> list[Object]:
         uid = batch_job["metadata"]["uid"]

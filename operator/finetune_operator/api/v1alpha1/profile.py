@@ -69,6 +69,10 @@ class NodeSettings(ApiModel):
     topology_key: LabelKey = "topology.kubernetes.io/zone"
     """Label with an equal value on all nodes of a job under placement pack: zone, or proximity
     placement group. Empty leaves it to the scheduler."""
+    unreachable_seconds: Annotated[int, Field(ge=30, le=3600)] | None = None
+    """Time after which a node that does not respond counts as lost, if the attempt makes no
+    progress and its folders are shared by all nodes. The next attempt then starts on other nodes.
+    Absent means 60."""
 
 
 class RdmaResource(ApiModel):
@@ -112,8 +116,21 @@ class ProfileVolume(ApiModel):
     read_only: bool = False
     """Mount the volume read-only. A volume that no job may name is always read-only, unless
     cacheDirectory or a variable of env is a path on it."""
+    shared: bool | None = None
+    """Whether all nodes see the same files, as on a cluster file system that is mounted on the
+    nodes. Only then may another attempt start while a lost node may still run pods. Absent means
+    true for claims, NFS, Azure Files and Azure Blob, else false."""
     source: Annotated[dict[str, Any], Field(max_length=1)] = Field(json_schema_extra=VOLUME_SOURCE)
     """Source of the volume as in a PodSpec: persistentVolumeClaim, csi, hostPath, …"""
+
+    cel_rules = (
+        Rule(
+            "!(has(self.shared) && self.shared) || "
+            "!(has(self.source.emptyDir) || has(self.source.ephemeral))",
+            "must not set shared to true for an emptyDir or ephemeral volume, since each pod has "
+            "its own",
+        ),
+    )
 
 
 class SecuritySettings(ApiModel):

@@ -63,6 +63,8 @@ class AttemptFacts(ApiModel):
         output_folder: Path of that folder in a pod; empty if unknown.
         service: Service that gives rank 0 its name if the operator writes the endpoints; else
             empty.
+        unreachable_seconds: Time after which a node that does not respond may count as lost; 0 if
+            the folders of the job may be on that node alone.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -73,6 +75,7 @@ class AttemptFacts(ApiModel):
     output: str
     output_folder: str = ""
     service: str = ""
+    unreachable_seconds: int = 0
 
 
 def facts_of(batch_job: Object) -> AttemptFacts:

@@ -4,6 +4,7 @@ A cache is used once it contains a full list. Before that, and for kinds without
 object is read from the API server.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune_operator.backends.kubernetes.child_names import (
@@ -23,9 +24,15 @@ from finetune_operator.kube.resources import JOBS, PODS, Object, Resource
 
 @dataclass(frozen=True)
 class Children:
-    """Reads children of one cluster."""
+    """Reads children of one cluster.
+
+    Attributes:
+        cluster: The cluster.
+        mark: Returns the facts of a pod, with `is_lost` if it counts as lost.
+    """
 
     cluster: Cluster
+    mark: Callable[[PodFacts], PodFacts] = lambda pod: pod
 
     async def batch_job(self, name: AttemptName) -> Object | None:
         """Return the batch Job of that name, regardless of its owner."""
@@ -62,11 +69,11 @@ class Children:
                 PODS, name.namespace, label_selector=selector, trim=trim_pod
             )
             found = listing.items
-        return [pod for pod in map(facts_of_pod, found) if pod.owner_uid == uid]
+        return [self.mark(pod) for pod in map(facts_of_pod, found) if pod.owner_uid == uid]
 
     def cached_pods(self, job: Key) -> list[PodFacts]:
         """Return all pods of the job in the cache, also of earlier jobs of the same name."""
-        return [facts_of_pod(one) for one in self.cluster.cache(PODS).of_job(job)]
+        return [self.mark(facts_of_pod(one)) for one in self.cluster.cache(PODS).of_job(job)]
 
     def kept(self, resource: Resource, name: AttemptName) -> Object | None:
         """Return the newest compact form of a child of the job; see `expand`."""

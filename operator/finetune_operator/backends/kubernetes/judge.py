@@ -6,7 +6,8 @@ Only here, and in `pod_termination`, does the phase of a pod matter.
 from finetune_operator.backends.kubernetes.pod_facts import ContainerFacts, PodFacts
 from finetune_operator.backends.kubernetes.pod_termination import judge_end
 from finetune_operator.backends.kubernetes.reasons import KubernetesReason
-from finetune_operator.backends.kubernetes.verdict import PodState, Verdict
+from finetune_operator.backends.kubernetes.verdict import End, PodState, Verdict
+from finetune_trainer.config import FailureClass
 
 _IMAGE = frozenset(
     {"ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "ImagePullBackOff",
@@ -20,15 +21,16 @@ def judge(pod: PodFacts) -> Verdict:
     if pod.is_gone or pod.phase in ("Succeeded", "Failed"):
         return judge_end(pod, PodState.ENDED)
     if pod.trainer.state == "terminated":
-        return judge_end(pod, PodState.LINGERING)
-    if _is_unreachable(pod):
-        text = f"node {pod.node} of pod {pod.name} has not responded since {pod.ready.since}"
+        return judge_end(pod, PodState.ENDED if pod.is_lost else PodState.LINGERING)
+    if pod.is_lost:
+        return _lost(pod)
+    if pod.is_unreachable:
         remedy = (
             f"if its machine is off or gone, delete the node (kubectl delete node {pod.node}), and "
             "the pod counts as lost"
         )
         reason = KubernetesReason.NODE_NOT_RESPONDING
-        return Verdict(pod, PodState.UNREACHABLE, reason, text, remedy)
+        return Verdict(pod, PodState.UNREACHABLE, reason, _silent(pod), remedy)
     if pod.deleted:
         return Verdict(pod, PodState.LEAVING)
     if pod.trainer.state == "running":
@@ -36,14 +38,22 @@ def judge(pod: PodFacts) -> Verdict:
     return _waiting(pod)
 
 
-def _is_unreachable(pod: PodFacts) -> bool:
-    """Whether the node controller has set Ready to False, because the kubelet is silent.
+def _lost(pod: PodFacts) -> Verdict:
+    """Return the verdict on a pod that its node has not ended."""
+    text = f"node {pod.node} has not ended pod {pod.name}, which was deleted"
+    if pod.is_unreachable:
+        text = f"{_silent(pod)}, and pod {pod.name} has not ended"
+    remedy = (
+        "its processes may still run there, and cannot write to the folders of the next attempt; "
+        f"if the machine is off or gone, delete the node (kubectl delete node {pod.node})"
+    )
+    end = End(FailureClass.NODE_LOST, is_decided=True)
+    reason = KubernetesReason.NODE_NOT_RESPONDING
+    return Verdict(pod, PodState.LOST, reason, text, remedy, end)
 
-    The node controller gives no reason, and does not change ContainersReady. The kubelet always
-    gives a reason, for example for a readiness gate.
-    """
-    is_unset = pod.ready.status == "False" and not pod.ready.reason
-    return is_unset and pod.containers_ready.status == "True"
+
+def _silent(pod: PodFacts) -> str:
+    return f"node {pod.node} of pod {pod.name} has not responded since {pod.ready.since}"
 
 
 def _waiting(pod: PodFacts) -> Verdict:

@@ -31,18 +31,27 @@ from finetune_operator.backends.kubernetes.child_names import (
 from finetune_operator.backends.kubernetes.children import Children
 from finetune_operator.backends.kubernetes.ended_pods import EndedPods
 from finetune_operator.backends.kubernetes.finality import is_ending
+from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.kueue import Kueue
 from finetune_operator.backends.kubernetes.liveness import LivenessKills
 from finetune_operator.backends.kubernetes.log_tail import LogTails
+from finetune_operator.backends.kubernetes.lost_pods import LostPods
 from finetune_operator.backends.kubernetes.outlived import OutlivedTrainers
 from finetune_operator.backends.kubernetes.partial_gangs import PartialGangs
 from finetune_operator.backends.kubernetes.pod_logs import read_log
 from finetune_operator.backends.kubernetes.predecessors import end_earlier, make_way
 from finetune_operator.backends.kubernetes.progress import ProgressReader
 from finetune_operator.backends.kubernetes.rank_zero import RankZeroNames, address_of
-from finetune_operator.backends.kubernetes.reasons import may_be_explained_by_events
+from finetune_operator.backends.kubernetes.reasons import (
+    KubernetesReason,
+    may_be_explained_by_events,
+)
 from finetune_operator.backends.kubernetes.silence import silent_component
-from finetune_operator.backends.kubernetes.silent_nodes import SilentNodes, warning_about
+from finetune_operator.backends.kubernetes.silent_nodes import (
+    SilentNodes,
+    earliest,
+    warning_about,
+)
 from finetune_operator.backends.kubernetes.submit import handle_of, submit
 from finetune_operator.backends.kubernetes.upkeep import Upkeep
 from finetune_operator.backends.kubernetes.verdict import Verdict
@@ -63,7 +72,8 @@ class LiveAttempts:
     def __init__(
         self, cluster: Cluster, now: Callable[[], datetime], progress: ProgressReader
     ) -> None:
-        self._children = Children(cluster)
+        self._lost = LostPods(cluster)
+        self._children = Children(cluster, self._lost.mark)
         self._progress = progress
         self._names = RankZeroNames()
         self._warnings = WarningEvents()
@@ -71,7 +81,7 @@ class LiveAttempts:
         self._kueue = Kueue()
         self._partial = PartialGangs(now)
         self._outlived = OutlivedTrainers(now)
-        self._silent = SilentNodes(now)
+        self._silent = SilentNodes(self._lost)
         self._liveness = LivenessKills()
         self._upkeep = Upkeep()
         self._canceller = Canceller(now)
@@ -141,7 +151,9 @@ class LiveAttempts:
             self._forget(handle.uid)
         elif batch_job is not None and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
             return await self._observe_unfinished(seen, handle, batch_job, pods)
-        return replace(seen, warning=warning_about(pods))
+        ends = (self._lost.seconds_left(one.pod) for one in pods if one.holds_node)
+        again = earliest(seen.requeue_seconds, *ends)
+        return replace(seen, warning=warning_about(pods), requeue_seconds=again)
 
     async def _observe_unfinished(
         self, seen: Observation, handle: Handle, batch_job: Object, pods: Sequence[Verdict]
@@ -154,12 +166,13 @@ class LiveAttempts:
         upkeep = await self._upkeep.keep(self._children, name, batch_job, handle.digest, address)
         if seen.phase is AttemptPhase.RUNNING:
             seen = await self._with_progress(seen, handle.uid, facts, pods)
-            interval = facts.status_interval_seconds
-            seen = self._silent.judge(handle.uid, seen, pods, interval)
         else:
+            self._silent.forget(handle.uid)
             seen = await self._with_obstacle(seen, name, batch_job, pods)
-        waits = [one for one in (seen.requeue_seconds, upkeep.again_seconds) if one is not None]
-        return replace(seen, warning=upkeep.message, requeue_seconds=min(waits, default=None))
+        again = earliest(seen.requeue_seconds, upkeep.again_seconds)
+        is_named = bool(seen.unheard or seen.gives_up)
+        warning = upkeep.message or ("" if is_named else warning_about(pods))
+        return replace(seen, warning=warning, requeue_seconds=again)
 
     async def cancel(self, handle: Handle, until: datetime) -> None:
         """Stop the attempt."""
@@ -230,7 +243,7 @@ class LiveAttempts:
         self._warnings.forget(uid)
         address = address_of(pods)
         if not address:
-            return seen
+            return self._silent.judge(uid, seen, pods, facts, None)
         interval = facts.status_interval_seconds
         read = await self._progress.read(uid, address, facts.metrics_port, interval)
         seen = replace(seen, progress=read.progress, requeue_seconds=read.requeue_seconds)
@@ -239,9 +252,10 @@ class LiveAttempts:
                 f"check the pod's node, and that NetworkPolicies let the operator connect to port "
                 f"{facts.metrics_port} of the pod"
             )
-            return replace(seen, unheard=f"{read.trouble}; {remedy}")
-        is_early = read.is_early and read.progress is None
-        return replace(seen, is_training=False) if is_early else seen
+            seen = replace(seen, unheard=f"{read.trouble}; {remedy}")
+        elif read.is_early and read.progress is None:
+            seen = replace(seen, is_training=False)
+        return self._silent.judge(uid, seen, pods, facts, read.heard_at)
 
     async def _with_obstacle(
         self, seen: Observation, name: AttemptName, batch_job: Object, pods: Sequence[Verdict]
@@ -259,9 +273,12 @@ class LiveAttempts:
             facts = [one.pod for one in pods]
             obstacle, again = silent_component(batch_job, facts, self._now())
             waits.append(again)
+        if obstacle is not None and obstacle.reason == KubernetesReason.VOLUME_NOT_READY:
+            others = [one for one in self._children.cached_pods(name.key) if one.owner_uid != uid]
+            if lost := warning_about([judge(one) for one in others]):  # its node holds the volume
+                obstacle = replace(obstacle, message=f"{obstacle.message}; {lost}")
         gives_up, again = self._partial.observe(name, batch_job, pods)
-        left = [one for one in (*waits, again) if one is not None]
-        again = min(left, default=None)
+        again = earliest(*waits, again)
         return replace(seen, obstacle=obstacle, gives_up=gives_up, requeue_seconds=again)
 
     def _open(self, job_uid: str, uid: str) -> None:

@@ -17,7 +17,7 @@ from finetune_operator.backends.kubernetes.child_names import (
     RENDEZVOUS_PORT,
 )
 from finetune_operator.backends.kubernetes.init import below_init
-from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_UID_LABEL
+from finetune_operator.kube.labels import FENCED_ANNOTATION, GRACE_ANNOTATION, JOB_UID_LABEL
 from finetune_trainer.config import (
     ENV_NODE_NAME,
     ENV_RDZV_ENDPOINT,
@@ -108,6 +108,8 @@ def pod(inputs: PodInputs) -> Json:
         GRACE_ANNOTATION: str(spec.deadlines.termination_grace_seconds),
         CONFIG_ANNOTATION: inputs.config,
     }
+    if volumes.is_fenced(job, profile):
+        annotations[FENCED_ANNOTATION] = "true"
     return {
         "metadata": {"labels": labels, "annotations": annotations},
         "spec": {**pod_spec, "containers": [container]},

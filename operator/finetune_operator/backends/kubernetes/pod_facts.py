@@ -10,7 +10,12 @@ from sys import intern
 from typing import NamedTuple
 
 from finetune_operator.backends.kubernetes.child_names import CONTAINER, INDEX_LABEL, owner_of
-from finetune_operator.kube.labels import GRACE_ANNOTATION, JOB_LABEL, JOB_UID_LABEL
+from finetune_operator.kube.labels import (
+    FENCED_ANNOTATION,
+    GRACE_ANNOTATION,
+    JOB_LABEL,
+    JOB_UID_LABEL,
+)
 from finetune_operator.kube.resources import Object
 
 
@@ -58,8 +63,11 @@ class PodFacts:
         index: Number of its node in the gang.
         owner_uid: Uid of its batch Job.
         deleted: Its deletionTimestamp.
+        deletion_seconds: Grace period of its deletion.
         grace_seconds: Its own grace period, from an annotation.
+        is_fenced: Whether the next attempt may start while its processes may still run.
         is_gone: Whether it no longer exists; these are then its last known facts.
+        is_lost: Whether its node has not ended it in time, and it is fenced (`lost_pods`).
     """
 
     name: str
@@ -71,7 +79,9 @@ class PodFacts:
     owner_name: str
     created: str
     deleted: str
+    deletion_seconds: float
     grace_seconds: float | None
+    is_fenced: bool
     node: str
     scheduler: str
     address: str
@@ -85,6 +95,7 @@ class PodFacts:
     disruption: ConditionFacts
     containers: tuple[ContainerFacts, ...]
     is_gone: bool = False
+    is_lost: bool = False
 
     @property
     def trainer(self) -> ContainerFacts:
@@ -97,12 +108,23 @@ class PodFacts:
         """Whether the kubelet has reported on the pod's containers."""
         return any(one.role is not Role.INIT for one in self.containers)
 
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the node controller has set Ready to False, because the kubelet is silent.
+
+        The node controller gives no reason, and does not change ContainersReady. The kubelet always
+        gives a reason, for example for a readiness gate.
+        """
+        is_unset = self.ready.status == "False" and not self.ready.reason
+        return is_unset and self.containers_ready.status == "True"
+
 
 def read_pod(obj: Object) -> PodFacts:
     """Return the facts of a pod of the API server."""
     metadata, spec, status = obj["metadata"], obj.get("spec", {}), obj.get("status", {})
     owner, labels = owner_of(obj), metadata.get("labels") or {}
-    grace = (metadata.get("annotations") or {}).get(GRACE_ANNOTATION)
+    annotations = metadata.get("annotations") or {}
+    grace = annotations.get(GRACE_ANNOTATION)
     conditions = {one["type"]: _condition(one) for one in status.get("conditions") or ()}
     return PodFacts(
         name=metadata["name"],
@@ -114,7 +136,9 @@ def read_pod(obj: Object) -> PodFacts:
         owner_name=intern(owner.get("name", "")),
         created=intern(metadata.get("creationTimestamp") or ""),
         deleted=metadata.get("deletionTimestamp") or "",
+        deletion_seconds=float(metadata.get("deletionGracePeriodSeconds") or 0),
         grace_seconds=float(grace) if grace else None,
+        is_fenced=annotations.get(FENCED_ANNOTATION) == "true",
         node=intern(spec.get("nodeName") or ""),
         scheduler=intern(spec.get("schedulerName") or ""),
         address=status.get("podIP") or "",

@@ -7,15 +7,18 @@ pods to delete.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from finetune_operator.backends.kubernetes.cancel import end
-from finetune_operator.backends.kubernetes.child_names import AttemptName, owner_of
+from finetune_operator.backends.kubernetes.child_names import QUEUE_LABEL, AttemptName, owner_of
 from finetune_operator.backends.kubernetes.children import Children
-from finetune_operator.backends.kubernetes.finality import has_decided
+from finetune_operator.backends.kubernetes.finality import has_decided, is_final
 from finetune_operator.backends.kubernetes.judge import judge
 from finetune_operator.backends.kubernetes.pod_facts import PodFacts
 from finetune_operator.backends.kubernetes.silent_nodes import warning_about
+from finetune_operator.backends.kubernetes.verdict import PodState
 from finetune_operator.errors import AlreadyOwnedError, NotCreatedError
+from finetune_operator.kube.api_errors import ConflictError, NotFoundError
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.labels import JOB_UID_LABEL
 from finetune_operator.kube.resources import JOBS, Object
@@ -33,9 +36,28 @@ async def end_earlier(children: Children, name: AttemptName, job_uid: str) -> No
     if not children.cluster.cache(JOBS).is_synced:
         return
     for one in await children.other_batch_jobs(name, job_uid):
-        place = f"{name.namespace}/{one['metadata']['name']}"
-        if AttemptName.parse(place).number < name.number:
+        earlier = AttemptName.parse(f"{name.namespace}/{one['metadata']['name']}")
+        if earlier.number < name.number:
             await end(children, one)
+            await _release_quota(children, earlier, one)
+
+
+async def _release_quota(children: Children, name: AttemptName, batch_job: Object) -> None:
+    """Delete a queued batch Job with a lost pod.
+
+    Kueue releases its quota when the Job is Failed or deleted, and the Job becomes Failed only when
+    the pod is gone.
+    """
+    metadata = batch_job["metadata"]
+    if QUEUE_LABEL not in (metadata.get("labels") or {}) or "deletionTimestamp" in metadata:
+        return
+    pods = map(judge, await children.pods(name, metadata["uid"]))
+    if is_final(batch_job) or not any(one.state is PodState.LOST for one in pods):
+        return
+    with suppress(ConflictError, NotFoundError):  # deleted in the meantime
+        await children.cluster.client.delete(
+            JOBS, name.batch_job, name.namespace, uid=metadata["uid"]
+        )
 
 
 async def _end_others(children: Children, name: AttemptName, job_uid: str) -> Object | None:

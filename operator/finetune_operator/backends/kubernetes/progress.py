@@ -65,6 +65,7 @@ class _Pull:
         begun: When the last request was sent.
         is_early: Whether the last response was that rank 0 has no progress yet.
         silent_since: When the first request without a response was sent; None after a response.
+        heard_at: When it last responded; None if never.
         trouble: Why the run has been silent for long; empty otherwise.
     """
 
@@ -74,6 +75,7 @@ class _Pull:
     newest: Progress | None = None
     is_early: bool = False
     silent_since: float | None = None
+    heard_at: float | None = None
     trouble: str = ""
     task: "asyncio.Task[None] | None" = None
 
@@ -86,6 +88,7 @@ class Reading:
         progress: The last published progress; None before that, and if it is too old.
         requeue_seconds: When to read again.
         is_early: Whether rank 0 responds, but has no progress yet.
+        heard_at: When rank 0 last responded, on the loop's clock; None if never.
         trouble: Why rank 0 has not responded for a minute, with the URL; empty otherwise.
     """
 
@@ -93,6 +96,7 @@ class Reading:
     requeue_seconds: float
     is_early: bool = False
     trouble: str = ""
+    heard_at: float | None = None
 
 
 class ProgressReader:
@@ -134,7 +138,7 @@ class ProgressReader:
             if pull.silent_since is None and loop.time() < pull.begun + _SOON_SECONDS:
                 wait = _SOON_SECONDS
         newest = None if pull.trouble else pull.newest
-        return Reading(newest, wait, pull.is_early, pull.trouble)
+        return Reading(newest, wait, pull.is_early, pull.trouble, pull.heard_at)
 
     def forget(self, uid: str) -> None:
         """Drop the state of a finished attempt."""
@@ -170,7 +174,7 @@ class ProgressReader:
                 if not pull.is_early:
                     response.raise_for_status()
                     pull.newest = Progress.of_any_version(text)
-            pull.silent_since, pull.trouble = None, ""
+            pull.silent_since, pull.trouble, pull.heard_at = None, "", loop.time()
             is_steady = pull.newest is not None and pull.newest.phase in _STEADY
             wait = pull.pace.after_response(loop.time(), is_steady=is_steady)
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:

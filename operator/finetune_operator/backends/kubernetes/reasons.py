@@ -25,6 +25,7 @@ class KubernetesReason(StrEnum):
     POD_NOT_STARTED = "PodNotStarted"
     INIT_CONTAINER_RUNNING = "InitContainerRunning"
     NODE_NOT_RESPONDING = "NodeNotResponding"
+    CONTROL_PLANE_CUT_OFF = "ControlPlaneCutOff"
 
 
 _OF_EVENT = {

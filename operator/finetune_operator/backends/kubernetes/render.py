@@ -29,6 +29,9 @@ Json = dict[str, Any]
 MAX_CONFIG_BYTES = 200 * 1024
 """Kubernetes allows 256 KiB for all annotations of a pod together."""
 
+UNREACHABLE_SECONDS = 60
+"""Default of `nodes.unreachableSeconds` of a profile."""
+
 _FAIL_JOB_CODES = [ExitCode.DATA, ExitCode.PREEMPTED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART]
 
 
@@ -134,7 +137,14 @@ def _facts(plan: Plan, profile: Snapshot, places: Locations) -> AttemptFacts:
         output=spec.output.uri or "",
         output_folder=places.output_dir,
         service=child_name(plan.job.metadata.name) if _writes_slice(plan, profile) else "",
+        unreachable_seconds=_unreachable_seconds(plan, profile),
     )
+
+
+def _unreachable_seconds(plan: Plan, profile: Snapshot) -> int:
+    if not volumes.is_fenced(plan.job, profile.spec):
+        return 0
+    return profile.spec.nodes.unreachable_seconds or UNREACHABLE_SECONDS
 
 
 def _writes_slice(plan: Plan, profile: Snapshot) -> bool:

@@ -1,76 +1,196 @@
-"""Report that it is unknown whether an attempt trains if a node of it does not respond.
+"""Judge an attempt with a node that does not respond: it trains, is unheard, or has lost the node.
 
-Called by `live_attempts` with each observation. The node controller marks the pods of a node whose
-kubelet is silent. Training continues if only the kubelet is cut off, so rank 0's progress decides.
+Called by `live_attempts` with each observation of a running attempt. The node controller marks the
+pods of a node whose kubelet is silent. Training continues if only the kubelet is cut off, so rank
+0's progress decides. All periods count on the loop's clock.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 
-from finetune_operator.backends.base import AttemptPhase, Observation, Obstacle
+from finetune_operator.backends.base import Effect, Observation, Obstacle
+from finetune_operator.backends.kubernetes.child_names import AttemptFacts
+from finetune_operator.backends.kubernetes.lost_pods import LostPods
 from finetune_operator.backends.kubernetes.reasons import KubernetesReason
 from finetune_operator.backends.kubernetes.verdict import PodState, Verdict
-from finetune_trainer.config import Phase
+from finetune_operator.backends.root_cause import NO_EXIT_CODE
+from finetune_trainer.config import FailureClass, Phase, Progress, Termination
 
 PATIENCE_SECONDS = 45.0
-"""Time without a new step or phase; longer if progress is rarely read."""
+"""Time without a new step or phase after which it is unknown whether an attempt trains."""
+
+LOST_SECONDS = 60.0
+"""Shortest time without a new step after which an attempt has lost its node."""
+
+LOST_STEPS = 5
+"""The same in steps, for an attempt whose steps take longer."""
+
+LONG_PHASE_SECONDS = 900.0
+"""The same in phases without steps, such as an evaluation."""
+
+HEARD_SECONDS = 60.0
+"""Rank 0 must have responded at most this time, and two reads, before the node was marked."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Advance:
-    """The newest step and phase of rank 0, and when they were first seen."""
+    """The newest progress of rank 0; times are of the loop's clock.
 
-    place: tuple[Phase, int] | None
-    at: datetime
+    Attributes:
+        place: Phase, step and newest checkpoint.
+        at: When they were first seen.
+        step_seconds: Duration of a step between the last two changes.
+        heard_at: When rank 0 last responded.
+        is_unproven: Whether a node was silent at the first observation by this process, and rank 0
+            has not advanced since.
+    """
+
+    place: tuple[Phase, int, int] | None
+    at: float
+    step_seconds: float = 0.0
+    heard_at: float = -math.inf
+    is_unproven: bool = False
+
+    def note(self, report: Progress | None, heard_at: float | None, now: float) -> None:
+        """Record the newest progress, and when rank 0 last responded."""
+        if heard_at is not None:
+            self.heard_at = heard_at
+        if report is None:
+            return
+        saved = report.checkpoint.step if report.checkpoint is not None else -1
+        place, last = (report.phase, report.step, saved), self.place
+        if place == last:
+            return
+        if last is not None:
+            self.is_unproven = False
+            if report.step > last[1]:
+                self.step_seconds = (now - self.at) / (report.step - last[1])
+        self.place, self.at = place, now
 
 
 class SilentNodes:
-    """Attempts with a pod on a node that does not respond, by the uid of the batch Job.
+    """Running attempts, by the uid of the batch Job.
 
     Args:
-        now: Returns the current time, with a time zone.
+        lost: First sights of the pods.
     """
 
-    def __init__(self, now: Callable[[], datetime]) -> None:
-        self._now = now
+    def __init__(self, lost: LostPods) -> None:
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
         self._advances: dict[str, _Advance] = {}
 
     def judge(
-        self, uid: str, seen: Observation, pods: Sequence[Verdict], interval_seconds: float
+        self,
+        uid: str,
+        seen: Observation,
+        pods: Sequence[Verdict],
+        facts: AttemptFacts,
+        heard_at: float | None,
     ) -> Observation:
-        """Return the observation of a running attempt, without its progress if that is unknown."""
-        text, since = warning_about(pods), _since(pods)
-        if since is None or seen.phase is not AttemptPhase.RUNNING:
-            self.forget(uid)
+        """Return the observation of a running attempt, by its advance if a node is silent.
+
+        Args:
+            uid: Uid of the batch Job.
+            seen: Observation of the attempt.
+            pods: Verdicts on its pods.
+            facts: Facts of the attempt.
+            heard_at: When rank 0 last responded, on the loop's clock; None if never.
+        """
+        silent, now = _silent(pods), self._loop.time()
+        advance = self._advances.setdefault(uid, _Advance(None, now, is_unproven=bool(silent)))
+        advance.note(seen.progress, heard_at, now)
+        if not silent:
             return seen
-        report, now = seen.progress, self._now()
-        place = (report.phase, report.step) if report is not None else None
-        last = self._advances.get(uid) or _Advance(place, min(since, now))
-        if place not in (None, last.place):
-            last = _Advance(place, now)
-        self._advances[uid] = last
-        patience = max(PATIENCE_SECONDS, 2 * interval_seconds)
-        left = patience - (now - last.at).total_seconds()
-        if left > 0:
-            return replace(seen, requeue_seconds=min(left, seen.requeue_seconds or left))
-        obstacle = Obstacle(KubernetesReason.NODE_NOT_RESPONDING, "")
-        return replace(seen, progress=None, is_training=None, unheard=text, obstacle=obstacle)
+        silent_seconds = self._lost.silent_seconds(one.pod for one in silent)
+        interval = facts.status_interval_seconds
+        idle_seconds = now - advance.at
+        unheard_in = max(PATIENCE_SECONDS, 2 * interval) - idle_seconds
+        if advance.is_unproven:
+            unheard_in = 0.0
+        lost_in = max(
+            facts.unreachable_seconds - silent_seconds,
+            _limit_of(advance, interval) - idle_seconds,
+        )
+        if not self._may_be_lost(silent, facts, advance, silent_seconds):
+            lost_in = math.inf
+        waits = [one for one in (unheard_in, lost_in) if 0 < one < math.inf]
+        seen = replace(seen, requeue_seconds=earliest(seen.requeue_seconds, *waits))
+        if lost_in <= 0:
+            return replace(seen, gives_up=_loss_of(silent[0]))
+        return seen if unheard_in > 0 else self._unheard(seen, silent, facts)
 
     def forget(self, uid: str) -> None:
-        """Drop the state of an attempt without such a pod."""
+        """Drop the state of an attempt that does not run."""
         self._advances.pop(uid, None)
+
+    def _may_be_lost(
+        self,
+        silent: Sequence[Verdict],
+        facts: AttemptFacts,
+        advance: _Advance,
+        silent_seconds: float,
+    ) -> bool:
+        """Whether the next attempt may start, and a lack of progress shows that this one hangs."""
+        if not facts.unreachable_seconds or not all(one.pod.is_fenced for one in silent):
+            return False
+        before = HEARD_SECONDS + 2 * facts.status_interval_seconds
+        was_heard = advance.heard_at >= self._loop.time() - silent_seconds - before
+        return advance.place is not None and was_heard and not self._lost.is_cut_off
+
+    def _unheard(
+        self, seen: Observation, silent: Sequence[Verdict], facts: AttemptFacts
+    ) -> Observation:
+        first = silent[0]
+        obstacle = Obstacle(KubernetesReason.NODE_NOT_RESPONDING, "")
+        if self._lost.is_cut_off:
+            obstacle = Obstacle(KubernetesReason.CONTROL_PLANE_CUT_OFF, _CUT_OFF)
+        elif not (facts.unreachable_seconds and first.pod.is_fenced):
+            obstacle = replace(obstacle, effect=Effect.STALLED, message=_UNFENCED)
+        return replace(
+            seen, progress=None, is_training=None, unheard=first.message, obstacle=obstacle
+        )
+
+
+_CUT_OFF = (
+    "most nodes with training pods stopped responding together, so the control plane is cut off "
+    "from them, and no other attempt is started; check the API server and the network of the nodes"
+)
+_UNFENCED = (
+    "no other attempt can start before the pod has ended, because the folders of the job may be on "
+    "that node alone; delete the node, or taint it node.kubernetes.io/out-of-service:NoExecute if "
+    "its machine is off"
+)
 
 
 def warning_about(pods: Sequence[Verdict]) -> str:
     """Return node, time and remedy of the first pod whose node does not respond; or empty."""
-    silent = _silent(pods)
-    return silent[0].message if silent else ""
+    states = (PodState.UNREACHABLE, PodState.LOST)
+    return next((one.message for one in pods if one.state in states), "")
 
 
-def _since(pods: Sequence[Verdict]) -> datetime | None:
-    times = [one.pod.ready.since for one in _silent(pods)]
-    return min(map(datetime.fromisoformat, filter(None, times)), default=None)
+def earliest(*delays: float | None) -> float | None:
+    """Return the shortest delay; None if there is none."""
+    return min((one for one in delays if one is not None), default=None)
+
+
+def _limit_of(advance: _Advance, interval_seconds: float) -> float:
+    """Return the longest time without progress of an attempt that has not lost its node."""
+    if advance.place is None or advance.place[0] is not Phase.TRAINING:
+        return LONG_PHASE_SECONDS
+    return max(LOST_SECONDS, LOST_STEPS * advance.step_seconds, 2 * interval_seconds)
+
+
+def _loss_of(pod: Verdict) -> Termination:
+    message = (
+        f"{pod.sentence}, and the attempt has not progressed since; its processes may still run "
+        f"there, and cannot write to the folders of the next attempt; {pod.remedy}"
+    )
+    return Termination(
+        failure_class=FailureClass.NODE_LOST, exit_code=NO_EXIT_CODE, message=message
+    )
 
 
 def _silent(pods: Sequence[Verdict]) -> list[Verdict]:

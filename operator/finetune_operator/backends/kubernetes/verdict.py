@@ -20,6 +20,7 @@ class PodState(StrEnum):
     LEAVING = "Leaving"  # it was deleted, and its trainer may still save
     UNREACHABLE = "Unreachable"  # its trainer ran when its node last responded
     LINGERING = "Lingering"  # its trainer has ended, and the pod has not
+    LOST = "Lost"  # its node did not end it, and its trainer can no longer write
     ENDED = "Ended"
 
 
@@ -74,7 +75,7 @@ class Verdict:
     @property
     def holds_node(self) -> bool:
         """Whether the pod still occupies its node."""
-        return self.state is not PodState.ENDED
+        return self.state not in (PodState.ENDED, PodState.LOST)
 
     @property
     def must_be_ended(self) -> bool:
@@ -96,6 +97,8 @@ class Verdict:
         """Whether the pod was deleted, and may therefore have ended with the others."""
         code = self.end.exit_code if self.end is not None else NO_EXIT_CODE
         is_disrupted = self.pod.disruption.status == "True"
+        if self.state is PodState.LOST and self.pod.is_unreachable:
+            return False
         return bool(self.pod.deleted) and not is_disrupted and code not in PERMANENT_CODES
 
     @property

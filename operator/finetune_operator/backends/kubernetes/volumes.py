@@ -25,6 +25,8 @@ CONFIG_FOLDER = "/etc/finetune"
 
 _LOST_WITH_ITS_POD = frozenset({"emptyDir", "ephemeral"})
 _NEVER_WRITABLE = frozenset({"configMap", "downwardAPI", "image", "projected", "secret"})
+_SHARED_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "azureFile"})
+_SHARED_DRIVERS = frozenset({"file.csi.azure.com", "blob.csi.azure.com", "nfs.csi.k8s.io"})
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
@@ -94,6 +96,24 @@ def is_lost_with_its_pod(volume: ProfileVolume) -> bool:
     """Return whether each pod has its own volume, which is deleted with the pod."""
     # Kubernetes treats a volume without a source as an emptyDir.
     return not volume.source or not _LOST_WITH_ITS_POD.isdisjoint(volume.source)
+
+
+def is_fenced(job: FineTuneJob, profile: FineTuneProfileSpec) -> bool:
+    """Return whether claims of the next attempt stop the writes of an attempt on a lost node.
+
+    The processes of both attempts must see the same files. A claim on a disk of one node is safe:
+    the scheduler places the next attempt on that node, or the disk is attached to one node only.
+    """
+    uris = [uri for uri in outputs_of(job).values() if uri.startswith(CLAIM)]
+    written = [volume_of(claim_path(uri).claim, profile) for uri in uris]
+    return all(one is None or _is_shared(one) for one in written)
+
+
+def _is_shared(volume: ProfileVolume) -> bool:
+    if volume.shared is not None or is_lost_with_its_pod(volume):
+        return volume.shared is not False
+    driver = volume.source.get("csi", {}).get("driver")
+    return not _SHARED_SOURCES.isdisjoint(volume.source) or driver in _SHARED_DRIVERS
 
 
 def path_in_pod(uri: str, profile: FineTuneProfileSpec) -> str:

@@ -5,14 +5,24 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.kube.resources import EVENTS, FINE_TUNE_JOBS, PODS, Resource
+from finetune_operator.kube.resources import (
+    EVENTS,
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    PODS,
+    Resource,
+)
 from finetune_trainer.config import Phase, Progress
 from support.cluster.played_pods import ProgressServer
 from support.kernel.virtual_time import run
+from support.kubernetes.kubernetes_cases import profile
 from support.kubernetes.kubernetes_world import ADDRESS, NODES, KubernetesWorld, pass_time
 
 NOTICED_SECONDS = 50
 """Time after which the node controller marks the pods of a silent node."""
+
+DISK = {"name": "disk", "mountPath": "/disk", "source": {"hostPath": {"path": "/disk"}}}
+"""On each node alone, so that no other attempt starts beside a silent node."""
 
 REMEDY = "if its machine is off or gone, delete the node (kubectl delete node node-1)"
 
@@ -23,7 +33,11 @@ def play(
     async def work() -> None:
         async with ProgressServer(trains(7)).serving(ADDRESS) as page:
             world = KubernetesWorld(page.port)
-            await world.apply(**spec)
+            spec_of_profile = profile(volumes=[DISK], allow={"volumes": ["disk"]})
+            value = spec_of_profile.model_dump(by_alias=True, exclude_none=True, mode="json")
+            named = {"metadata": {"name": "default"}, "spec": value}
+            await world.api.create(FINE_TUNE_PROFILES, named)
+            await world.apply(checkpoint__uri="pvc://disk/{name}", **spec)
             await world.settle()
             await world.make_pods(1)
             await world.run_pods(1, *range(NODES))
@@ -81,6 +95,7 @@ def test_a_job_that_trains_beside_a_silent_kubelet_stays_ready() -> None:
             page.progress = trains(step)
             await pass_time(world, 15)
             assert ready(world) == ("True", "Training")
+        assert REMEDY in message(world)
         await pass_time(world, 100)
         assert ready(world) == ("False", "NodeNotResponding")
         await world.mark_silent(1, 1, is_silent=False)
