@@ -134,7 +134,9 @@ def follow(
         situation = watched
     else:
         return Course(None, None, requeue)
-    if observation.warning:
+    lost = given_up(attempt)
+    has_named_node = lost is not None and lost.failure_class is FailureClass.NODE_LOST
+    if observation.warning and not has_named_node:
         situation = replace(situation, message=f"{situation.message}; {observation.warning}")
     return Course(replace(situation, obstacle=observation.obstacle), stop_in, requeue, end)
 

@@ -67,14 +67,30 @@ class ProgressServer:
 
 
 @asynccontextmanager
-async def played_node(client: KubeClient, name: str) -> AsyncIterator[None]:
-    """Have a node that takes the pods of jobs with `profile_nodes(name)`, and no others."""
-    size = {"cpu": "4k", "memory": "4Ti", "pods": "10k"}
+async def played_node(
+    client: KubeClient, name: str, *, group: str = "", pods: str = "10k"
+) -> AsyncIterator["asyncio.Task[None]"]:
+    """Have a node that takes the pods of jobs with `profile_nodes(group)`, and no others.
+
+    Args:
+        client: A cluster-admin's.
+        name: Name of the node.
+        group: Name of a group of nodes; by default the node is its own group.
+        pods: How many pods have room.
+
+    Yields:
+        The task that renews its heartbeat; the node is silent once it is cancelled.
+    """
+    size = {"cpu": "4k", "memory": "4Ti", "pods": pods}
     ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
     made = {
         "metadata": {
             "name": name,
-            "labels": {LABEL: name, "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"},
+            "labels": {
+                LABEL: group or name,
+                "kubernetes.io/hostname": name,
+                "kubernetes.io/os": "linux",
+            },
         },
         "spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]},
     }
@@ -88,7 +104,7 @@ async def played_node(client: KubeClient, name: str) -> AsyncIterator[None]:
     await client.patch(NODES, name, None, taints)
     heart = asyncio.create_task(_keep_ready(client, name))
     try:
-        yield
+        yield heart
     finally:
         heart.cancel()
         await asyncio.gather(heart, return_exceptions=True)
