@@ -39,7 +39,7 @@ class Gang:
     Attributes:
         hearts: Tasks that renew the heartbeat of the nodes, by the name of the node.
         placed_seconds: Time from the silence until the next attempt had its nodes.
-        seen: Seconds since the silence, and what Ready then said.
+        seen: Times since the silence in seconds, with reason and message of Ready from then on.
     """
 
     job: PlayedJob
