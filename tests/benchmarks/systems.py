@@ -93,8 +93,9 @@ def train_ours(task: Task, folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     path.write_text(TrainConfig.model_validate(config).to_json())
     _run_main(path)
-    log = (folder / "run" / "logs" / "rank-0.jsonl").read_text().splitlines()
-    steps = [line for line in map(json.loads, log) if line["event"] == "step"]
+    (journal,) = folder.glob("run/logs/*/rank-0.jsonl")
+    events = map(json.loads, journal.read_text().splitlines())
+    steps = [event for event in events if event["event"] == "step"]
     return {
         "seconds": sum(step["seconds"] for step in steps),
         "steps": len(steps),

@@ -50,8 +50,8 @@ def test_a_stopped_rank_of_the_other_pod_is_named_with_its_node_and_the_state_of
     (found,) = wait_until(suspects, 60, "a suspect in the status of stops")
     assert (found["rank"], found["cause"]) == (1, "stuck")
     assert found["node"] == second["spec"]["nodeName"]
-    assert "its process is stopped; its stacks are in logs/stall-1-1" in found["message"]
-    folder = "checkpoints/stops/run/logs/stall-1-1"
+    assert "its process is stopped; its stacks are in logs/attempt-1.1/stall-1" in found["message"]
+    folder = "checkpoints/stops/run/logs/attempt-1.1/stall-1"
     wait_until(lambda: jobs.volume.has(f"{folder}/rank-1.stacks.txt"), 60, "its stacks")
     wait_until(lambda: jobs.volume.has(f"{folder}/rank-0.collectives.json.gz"), 60, "of rank 0")
     jobs.wait_for_event("stops", "RankHoldsBack")

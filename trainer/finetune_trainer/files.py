@@ -4,20 +4,22 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 _CANNOT_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, check: Callable[[], object] = lambda: None) -> None:
     """Replace a file's text atomically: a reader sees the old text or the new one.
 
     It does not call fsync, so use it for progress and similar files, which may be lost, not for
-    checkpoints.
+    checkpoints. `check` is called immediately before, and may raise an exception to prevent it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(text.encode())
+        check()
         move_file(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -140,7 +140,8 @@ class Profiler:
             self._exporting.join(max(0.0, min(seconds, _SECONDS_TO_COMPRESS)))
             with suppress(OSError):
                 profiles = Path(self._config.run_dir) / "profiles"
-                for left in profiles.glob(f"*/.rank-{self._world.rank}.json*"):
+                own = f"attempt-{self._config.job.attempt}-*/.rank-{self._world.rank}.json*"
+                for left in profiles.glob(own):
                     left.unlink()
         if self.is_recording:
             self._warn(f"the profile from step {self._began} is lost: training ended before")

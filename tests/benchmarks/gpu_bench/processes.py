@@ -153,7 +153,8 @@ def _ours(row: Row, bench: Bench, folder: Path, deadline: float) -> Result:
     if code:
         _fail(said, Path(config.termination_path))
     measured = json.loads((folder / "run" / "measured.json").read_text())
-    journal = [json.loads(x) for x in (folder / "run/logs/rank-0.jsonl").read_text().splitlines()]
+    (path,) = folder.glob("run/logs/*/rank-0.jsonl")
+    journal = [json.loads(line) for line in path.read_text().splitlines()]
     warnings = [one["message"] for one in journal if one["event"] == "warning"]
     return {**figures_of(row, model, tokens, measured), "warnings": warnings}
 

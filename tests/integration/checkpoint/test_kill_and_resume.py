@@ -18,6 +18,7 @@ import yaml
 
 from finetune_trainer.config import Phase
 from support.api.builders import manifest
+from support.launch.journals import journal_in
 from support.launch.tiny_run import write_inputs
 
 STEPS, SAVE_EVERY = 12, 2
@@ -68,8 +69,7 @@ def ftctl_run(path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def journal(path: Path) -> list[dict[str, Any]]:
-    log = path.parent / "runs" / "default" / "tiny" / "logs" / "rank-0.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return journal_in(path.parent / "runs" / "default" / "tiny")
 
 
 def read_run(path: Path) -> tuple[dict[int, float], dict[str, Any]]:

@@ -1,7 +1,6 @@
 """A run on Azure ML and its workspace, through the real plugin for MLflow: curves, tags, a stop."""
 
 import io
-import json
 import os
 import shlex
 from collections import Counter
@@ -27,6 +26,7 @@ from finetune_trainer.config import (
     pack,
 )
 from support.azureml.azureml_nodes import ENTRY, STAND_IN, start_node
+from support.launch.journals import journal_in
 from support.launch.launches import train_config, until
 from support.launch.tiny_run import write_inputs
 
@@ -159,9 +159,7 @@ def last_words(job: SeenJob) -> list[Termination]:
 
 def journal(service: ServiceClient, name: str) -> list[dict[str, Any]]:
     """Return what rank 0 of a run has written so far."""
-    path = service.datastore("rows", name) / "run" / "logs" / "rank-0.jsonl"
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [json.loads(line) for line in whole.splitlines()]
+    return journal_in(service.datastore("rows", name) / "run")
 
 
 def steps(service: ServiceClient, name: str) -> int:

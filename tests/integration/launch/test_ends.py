@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from finetune_trainer.config import Termination
+from support.launch.journals import journals_in
 from support.launch.launches import Launch, clean_environment, is_alive, train_config, until
 
 # Generous against a busy machine, and far below the 3 s a hung rank has, plus torch's 30 s.
@@ -170,7 +171,7 @@ def test_a_stopped_rank_does_not_keep_its_failed_peers_supervisor_waiting(starte
 
 def test_a_stop_before_training_began_is_a_free_restart(started) -> None:
     run = started("train")
-    until(lambda: Path(run.config.run_dir, "logs", "rank-0.jsonl").exists())
+    until(lambda: bool(journals_in(Path(run.config.run_dir))))
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 75, run.stderr
 
@@ -178,7 +179,7 @@ def test_a_stop_before_training_began_is_a_free_restart(started) -> None:
 @pytest.mark.full
 def test_sigterm_to_a_single_rank_before_training_began_ends_all_of_them(started) -> None:
     run = started("train")
-    until(lambda: Path(run.config.run_dir, "logs", "rank-0.jsonl").exists())
+    until(lambda: bool(journals_in(Path(run.config.run_dir))))
     ranks = {int(p.environ()["RANK"]): p.pid for p in psutil.Process(run.process.pid).children()}
     until(lambda: handles_sigterm(ranks[1]))
     os.kill(ranks[1], signal.SIGTERM)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune_trainer.config import Termination, TrainConfig
+from support.launch.journals import journals_in
 from support.launch.launches import (
     MAIN,
     clean_environment,
@@ -199,8 +200,7 @@ def test_sigterm_before_the_ranks_have_met_is_a_free_restart(job: Job) -> None:
     """Rank 1 never comes; rank 0 waits for it, and must not do so for ever."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     job.start([sys.executable], "finish", {**place, "MASTER_PORT": str(free_port())})
-    log = Path(job.config.run_dir) / "logs" / "rank-0.jsonl"
-    until(lambda: log.exists())
+    until(lambda: bool(journals_in(Path(job.config.run_dir))))
     os.kill(job.processes[0].pid, signal.SIGTERM)
     assert job.wait() == [75], job.said
     assert "asked to stop before training began; no work is lost" in job.said

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.launch.journals import journals_in
 from support.launch.launches import Launch, is_alive, train_config, until
 
 Start = Callable[..., Launch]
@@ -37,6 +38,9 @@ def test_a_killed_rank_is_restarted_with_its_peers_and_continues_the_attempt(
     assert last_words.progress is not None
     assert last_words.progress.restarts_in_place == 2
     assert last_words.message == "start 2, continued True"
+    for rank in (0, 1):
+        folders = [path.parent.name for path in journals_in(Path(run.config.run_dir), rank)]
+        assert folders == ["attempt-1.1", "attempt-1.2", "attempt-1.3"]
     assert "WorkerLost: rank 1 was killed from outside (SIGKILL); restarting all" in run.stderr
 
 

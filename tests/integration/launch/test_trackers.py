@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from finetune_trainer.config import ExitCode, Progress, TrainConfig
-from finetune_trainer.launch.journal_points import journal_of
 from support.launch.launches import Launch, launch, train_config, until
 from support.launch.stand_in_mlflow import StandInMlflow, running_mlflow
 
@@ -170,7 +169,7 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_step(
 
 
 def write_journal(config: TrainConfig, steps: range) -> None:
-    journal = journal_of(Path(config.run_dir))
+    journal = Path(config.run_dir) / "logs/attempt-1.1/rank-0.jsonl"
     journal.parent.mkdir(parents=True, exist_ok=True)
     lines = [{"event": "step", "step": step, "time": 1e9 + step, "loss": step} for step in steps]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))

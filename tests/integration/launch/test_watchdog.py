@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from finetune_trainer.config import ExitCode, FailureClass
-from finetune_trainer.launch.stacks import stacks_path
 from support.launch.launches import launch, train_config
 
 HANG_SECONDS = 20
@@ -23,7 +22,8 @@ def test_when_one_rank_hangs_all_write_their_stacks_and_end(tmp_path: Path) -> N
         f"no progress for {HANG_SECONDS} s in phase Training after step 0; "
     )
     for rank, standing in ((0, "in barrier"), (1, "in hang")):
-        assert standing in stacks_path(config.run_dir, rank).read_text()
+        stacks = Path(config.run_dir) / f"logs/attempt-1.1/rank-{rank}.stacks.txt"
+        assert standing in stacks.read_text()
         [began, ended] = [
             event["time"] for event in started.events(rank) if event["event"] in ("phase", "ended")
         ]
@@ -40,4 +40,5 @@ def test_a_rank_that_holds_the_interpreter_lock_is_called_hung(tmp_path: Path) -
     words = started.termination
     assert words.failure_class is FailureClass.HUNG
     assert words.message.startswith("rank 0 made no progress while one of its threads held")
-    assert "in wait_with_the_lock" in stacks_path(config.run_dir, 0).read_text()
+    stacks = Path(config.run_dir) / "logs/attempt-1.1/rank-0.stacks.txt"
+    assert "in wait_with_the_lock" in stacks.read_text()

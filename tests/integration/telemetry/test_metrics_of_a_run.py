@@ -1,6 +1,5 @@
 """What is declared is what a run exports: each series of its pages, and nothing else."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from finetune_trainer.config import Progress, metrics
 from finetune_trainer.config.metrics import Metric, MetricType, Needs, TimedPhase, combinations
 from finetune_trainer.telemetry.processes import TICK_SECONDS
+from support.launch.journals import journal_in
 from support.launch.launches import clean_environment, train_config, until
 from support.launch.tiny_run import write_inputs
 from support.telemetry.node_pages import Series, ask, free_ports, read_series
@@ -219,8 +219,7 @@ def _answers(url: str) -> bool:
 def _check_that_ranks_share_the_rows_of_a_step(run_dir: Path) -> None:
     steps = []
     for rank in (0, 1):
-        lines = (run_dir / "logs" / f"rank-{rank}.jsonl").read_text().splitlines()
-        found = [one for one in map(json.loads, lines) if one["event"] == "step"]
+        found = [one for one in journal_in(run_dir, rank) if one["event"] == "step"]
         steps.append({one["step"]: one for one in found})
     both = steps[0].keys() & steps[1].keys()  # one may be a step ahead when the other is killed
     assert both

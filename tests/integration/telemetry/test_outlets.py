@@ -1,6 +1,5 @@
 """The outlets of telemetry as others see them: in TensorBoard, on disk."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from finetune_trainer.config import Phase, Progress
 from finetune_trainer.telemetry import StepReport, Telemetry
 from support.launch.disks import fill
+from support.launch.journals import journal_in
 from support.launch.launches import clean_environment, train_config, until
 
 
@@ -78,8 +78,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_training(small_disk: Path) -> N
     telemetry.step(step(400))
     telemetry.close()
     assert Progress.read(small_disk / "run" / "progress.json").step == 400
-    journal = (small_disk / "run" / "logs" / "rank-0.jsonl").read_text().splitlines()
-    told = [json.loads(line).get("step") for line in journal]
+    told = [line.get("step") for line in journal_in(small_disk / "run")]
     assert (told[-1], told.count(1)) == (400, 1)
     assert [point for point, _ in scalars(small_disk / "run/tensorboard", "train/loss")][-1] == 400
 

@@ -4,7 +4,6 @@
 """
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from finetune_trainer.launch.claim import claim_folders
 from finetune_trainer.rank import run
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
+from support.launch.journals import journal_in
 from support.launch.launches import train_config
 
 Device = Literal["cpu", "cuda"]
@@ -62,8 +62,7 @@ class Trained:
     @cached_property
     def journal(self) -> list[dict[str, Any]]:
         """The lines of its journal."""
-        text = (self.folder / "run" / "logs" / "rank-0.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        return journal_in(self.folder / "run")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of one kind."""

@@ -3,7 +3,6 @@
 A fresh interpreter per rank takes seconds to import what it needs; see `warm_processes`.
 """
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from finetune_trainer.control import leave
 from finetune_trainer.launch.rank_report import RankReport
 from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.unused_packages import hide_unused
+from support.launch.journals import journal_in
 from support.launch.launches import free_port
 from support.launch.warm_processes import Forks, beside_deepspeed, forkserver
 
@@ -85,9 +85,7 @@ def _codes(
 
 def events(config: TrainConfig, rank: int = 0) -> list[dict[str, Any]]:
     """Return the lines of a rank's journal, over all attempts."""
-    path = Path(config.run_dir) / "logs" / f"rank-{rank}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return journal_in(Path(config.run_dir), rank)
 
 
 def numbers(config: TrainConfig) -> dict[str, dict[int, Any]]:

@@ -6,7 +6,6 @@ others a moment. All that counts is compared bit by bit; what differs is kept fo
 """
 
 import hashlib
-import json
 import math
 import os
 import random
@@ -27,6 +26,7 @@ import psutil
 
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINTS
+from support.launch.journals import journal_in
 from support.launch.launches import clean_environment, train_config
 from support.launch.tiny_run import write_inputs
 
@@ -156,13 +156,7 @@ class Run:
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """Return what rank 0's journal says of one kind of event, over all attempts."""
-        path = Path(self.config.run_dir) / "logs" / "rank-0.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines()
-        # The last line of a rank that is being killed may be cut.
-        entries = [json.loads(line) for line in lines if line.endswith("}")]
-        return [entry for entry in entries if entry["event"] == event]
+        return [one for one in journal_in(Path(self.config.run_dir)) if one["event"] == event]
 
     def has_begun_training(self) -> bool:
         """Say whether the first step is about to be made."""

@@ -1,7 +1,6 @@
 """Start the trainer's main process on stand-in ranks, and see what it leaves behind."""
 
 import errno
-import json
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 
 import finetune_trainer
 from finetune_trainer.config import Termination, TrainConfig
+from support.launch.journals import journal_in
 
 _TESTS = Path(__file__).parents[2]
 _TRAINER = Path(finetune_trainer.__file__).parents[1]  # of these tests, not an installed one
@@ -87,8 +87,7 @@ class Launch:
 
     def events(self, rank: int) -> list[dict[str, Any]]:
         """Return the lines of a rank's journal."""
-        text = (Path(self.config.run_dir) / "logs" / f"rank-{rank}.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        return journal_in(Path(self.config.run_dir), rank)
 
 
 def launch(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.data.text_fixtures import VOCAB_SIZE, tiny_tokenizer
+from support.launch.journals import journal_in
 from support.launch.launches import clean_environment
 from support.model.model_families import SMALL, SMALL_GPT2
 
@@ -158,9 +159,7 @@ def by_manifest(family: str, folder: Path, method: str, *, is_packed: bool) -> F
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
     place = folder / "runs/default" / job["metadata"]["name"]
-    lines = (place / "logs/rank-0.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    losses = [event["loss"] for event in events if event["event"] == "step"]
+    losses = [event["loss"] for event in journal_in(place) if event["event"] == "step"]
     files = sorted((place / "output").glob("*.safetensors"))
     return Found(losses, {key: value for file in files for key, value in load_file(file).items()})
 

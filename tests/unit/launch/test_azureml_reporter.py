@@ -343,9 +343,21 @@ def test_what_an_earlier_start_left_in_the_folder_is_not_reported(world: World) 
     assert set(world.run.reports[-1][1]) == {HEARD_TAG}
 
 
+def test_the_next_start_of_an_attempt_continues_its_curves(world: World) -> None:
+    world.step(1)
+    world.telemetry.close()
+    world.telemetry = Telemetry(
+        world.config, rank=0, world_size=2, clock=lambda: world.now, generation=2
+    )
+    world.step(2)
+    world.turn(0)
+    assert world.run.steps(0) == [1, 2]
+
+
 def test_half_a_line_waits_and_a_torn_one_is_left_out(tmp_path: Path) -> None:
-    journal = tmp_path / "rank-0.jsonl"
-    curves = Curves(journal)
+    journal = tmp_path / "run/logs/attempt-1.1/rank-0.jsonl"
+    curves = Curves(train_config(tmp_path))
+    journal.parent.mkdir(parents=True)
     line = json.dumps({"event": "evaluated", "step": 1, "time": 1.0, "loss": 0.5}) + "\n"
     journal.write_text('{"event": "evalua\n5\n' + line[:20])
     curves.read()

@@ -1,6 +1,5 @@
 """Where a node and a rank find out about their place, and about the memory killer."""
 
-import json
 import re
 import socket
 import threading
@@ -21,6 +20,7 @@ from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import wait_for_rank_zero
 from finetune_trainer.world import gather_values, open_world
+from support.launch.journals import journal_in
 from support.launch.launches import free_port, train_config, until
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}
@@ -358,9 +358,9 @@ def test_out_of_memory_writes_the_state_of_the_allocator(
     entry = "support.launch.rank_entries:run_out_of_gpu_memory"
     termination = run_rank(config, entry, environ={}).termination
     assert termination.failure_class is FailureClass.OUT_OF_MEMORY
-    logs = Path(config.run_dir) / "logs"
-    assert (logs / "rank-0.memory.pickle").exists() == is_written
-    events = map(json.loads, (logs / "rank-0.jsonl").read_text().splitlines())
+    run_dir = Path(config.run_dir)
+    assert (run_dir / "logs/attempt-1.1/rank-0.memory.pickle").exists() == is_written
+    events = journal_in(run_dir)
     (snapshot,) = [event for event in events if event["event"] == "memory_snapshot"]
     assert ("error" in snapshot) != is_written
 

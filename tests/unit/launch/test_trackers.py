@@ -35,24 +35,24 @@ def facts(folder: Path) -> RunFacts:
     return RunFacts.of(train_config(folder), folder)
 
 
-def write_steps(journal: Path, steps: range) -> None:
+def write_steps(folder: Path, steps: range) -> None:
     lines = [
         {"event": "step", "step": step, "time": float(step), "loss": 1 / step, "grad_norm": 1.0}
         for step in steps
     ]
-    with journal.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    journal = folder / "run/logs/attempt-1.1/rank-0.jsonl"
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def followed(
-    open_tracker: Callable[[], Any], journal: Path, end: End = End.DONE, until_so: Any = None
+    open_tracker: Callable[[], Any], folder: Path, end: End = End.DONE, until_so: Any = None
 ) -> tuple[list[str], list[str]]:
     """Follow a journal to its end, and return the URLs and the warnings."""
     urls: list[str] = []
     warnings: list[str] = []
-    follower = Follower(
-        open_tracker, JournalPoints(journal, 0), opened=urls.append, warn=warnings.append
-    )
+    journals = JournalPoints(train_config(folder), 0)
+    follower = Follower(open_tracker, journals, opened=urls.append, warn=warnings.append)
     follower.start()
     if until_so is not None:
         until(until_so)
@@ -65,9 +65,9 @@ def test_every_point_reaches_mlflow_in_requests_that_it_accepts(
     server: StandInMlflow, tmp_path: Path
 ) -> None:
     server.token = SECRET
-    write_steps(tmp_path / "journal", range(1, 701))
+    write_steps(tmp_path, range(1, 701))
     open_run = partial(MlflowRun, tracker(server, tmp_path), facts(tmp_path))
-    urls, warnings = followed(open_run, tmp_path / "journal")
+    urls, warnings = followed(open_run, tmp_path)
     assert warnings == []
     assert urls == [f"{server.address}/#/experiments/1/runs/run-1"]
     (run,) = server.runs.values()
@@ -86,14 +86,13 @@ def test_user_and_password_are_basic_authentication(server: StandInMlflow, tmp_p
 def test_a_later_attempt_continues_the_run_and_a_step_may_come_again(
     server: StandInMlflow, tmp_path: Path
 ) -> None:
-    journal, open_run = tmp_path / "journal", partial(MlflowRun, tracker(server, tmp_path))
-    write_steps(journal, range(1, 6))
-    followed(lambda: open_run(facts(tmp_path)), journal, End.STOPPED)
+    open_run = partial(MlflowRun, tracker(server, tmp_path))
+    write_steps(tmp_path, range(1, 6))
+    followed(lambda: open_run(facts(tmp_path)), tmp_path, End.STOPPED)
     (run,) = server.runs.values()
     assert run["status"] == "KILLED"
-    journal.unlink()
-    write_steps(journal, range(4, 8))
-    followed(lambda: open_run(facts(tmp_path)), journal)
+    write_steps(tmp_path, range(4, 8))
+    followed(lambda: open_run(facts(tmp_path)), tmp_path)
     assert [*server.runs.values()] == [run]
     assert run["status"] == "FINISHED"
     steps = [step for key, step, _ in run["metrics"] if key == "train/loss"]
@@ -102,9 +101,9 @@ def test_a_later_attempt_continues_the_run_and_a_step_may_come_again(
 
 def test_a_server_that_refuses_costs_one_warning(server: StandInMlflow, tmp_path: Path) -> None:
     server.token = "another"
-    write_steps(tmp_path / "journal", range(1, 3))
+    write_steps(tmp_path, range(1, 3))
     open_run = partial(MlflowRun, tracker(server, tmp_path), facts(tmp_path))
-    urls, warnings = followed(open_run, tmp_path / "journal", until_so=server.authorizations.copy)
+    urls, warnings = followed(open_run, tmp_path, until_so=server.authorizations.copy)
     assert urls == []
     assert len(warnings) == 1
     assert warnings[0].startswith("HTTP 401")

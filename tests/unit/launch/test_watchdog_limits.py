@@ -10,7 +10,7 @@ import torch
 
 from finetune_trainer.config import FailureClass, Phase, Termination
 from finetune_trainer.config.metrics import TimedPhase
-from finetune_trainer.launch.stacks import TimerTraces, stacks_path
+from finetune_trainer.launch.stacks import stacks_file, stacks_of_timer
 from finetune_trainer.model.compiler import report_compilations
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.watchdog import (
@@ -154,18 +154,21 @@ def hold_the_lock(folder: Path) -> None:
     telemetry.step(report(1))
     watching = threading.Event()
     limit = Limit(1.0, is_of_steps=True)
-    watch_progress(telemetry, limit, stacks_path(config.run_dir, 0), lambda _: watching.set())
+    watch_progress(telemetry, limit, folder / stacks_file(0), lambda _: watching.set())
     watching.wait(limit.seconds / 2)  # so that the watchdog has set its timer
     wait_with_the_lock()
 
 
 def test_a_rank_that_holds_the_interpreter_lock_is_ended_with_its_stacks(tmp_path: Path) -> None:
-    before = TimerTraces(train_config(tmp_path).run_dir, [0])
     process = forkserver().Process(target=hold_the_lock, args=(tmp_path,), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 1
-    path = before.path_if_ended(0)
-    assert path is not None
-    assert "in hold_the_lock" in path.read_text()
-    assert TimerTraces(train_config(tmp_path).run_dir, [0]).path_if_ended(0) is None
+    stacks, reports = tmp_path / stacks_file(0), tmp_path / "reports"
+    reports.mkdir()
+    assert stacks_of_timer(reports, 0) is None
+    (reports / stacks.name).symlink_to(stacks)
+    assert stacks_of_timer(reports, 0) == stacks
+    assert "in hold_the_lock" in stacks.read_text()
+    stacks.write_text("no progress for 1 s\n")
+    assert stacks_of_timer(reports, 0) is None

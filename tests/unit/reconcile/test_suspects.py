@@ -35,7 +35,7 @@ STUCK = Suspect(
     cause=SuspectCause.STUCK,
     since=1_767_225_605,
     process="stopped",
-    evidence="logs/stall-1-1",
+    evidence="logs/attempt-1.1/stall-1",
 )
 INTERVAL = 30.0  # spec.observability.statusIntervalSeconds
 
@@ -81,7 +81,8 @@ def test_a_suspect_is_told_at_once_with_a_sentence() -> None:
     assert (second.cause, second.score) == ("stuck", None)
     assert second.message == (
         "since 2026-01-01T00:00:05Z rank 2 on gpu-0 has not joined a collective in which the "
-        "others wait; its process is stopped; its stacks are in logs/stall-1-1 of the run directory"
+        "others wait; its process is stopped; its stacks are in logs/attempt-1.1/stall-1 of the "
+        "run directory"
     )
 
 

@@ -23,6 +23,7 @@ from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.numbers import info_labels
 from finetune_trainer.telemetry.shared import NodePage, Shared, block_file, info_file
 from finetune_trainer.telemetry.slots import Block, Word
+from support.launch.journals import journal_in
 from support.launch.launches import train_config
 from support.telemetry.node_pages import Series, read_series
 
@@ -71,8 +72,7 @@ def on_disk(folder: Path) -> Progress:
 
 
 def journal(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    text = (folder / "run" / "logs" / f"rank-{rank}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return journal_in(folder / "run", rank)
 
 
 def test_a_phase_is_on_disk_at_once(telemetry: Telemetry, tmp_path: Path) -> None:
@@ -213,26 +213,19 @@ def test_a_rank_beside_the_first_writes_its_journal_and_nothing_else(
     telemetry.evaluated(1, 2.0, 1.0)
     telemetry.close()
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
-    assert files == [Path("run/logs/rank-1.jsonl")]
+    assert files == [Path("run/logs/attempt-1.1/rank-1.jsonl")]
     assert {line["rank"] for line in journal(tmp_path, 1)} == {1}
 
 
-def test_the_journal_is_continued_by_the_next_attempt(tmp_path: Path, clock: Clock) -> None:
-    for attempt in (1, 2):
+def test_each_start_of_an_attempt_writes_a_journal_of_its_own(tmp_path: Path, clock: Clock) -> None:
+    starts = [(1, 1), (1, 2), (2, 1)]
+    for attempt, generation in starts:
         config = train_config(tmp_path, job={"attempt": attempt})
-        Telemetry(config, rank=1, world_size=2, clock=clock).close()
-    attempts = [line["attempt"] for line in journal(tmp_path, 1)]
-    assert attempts == [1, 2]
-
-
-def test_a_line_cut_off_by_a_kill_does_not_spoil_the_next_one(tmp_path: Path, clock: Clock) -> None:
-    path = tmp_path / "run" / "logs" / "rank-1.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text('{"event": "ste')
-    Telemetry(train_config(tmp_path), rank=1, world_size=2, clock=clock).close()
-    first, second = path.read_text().splitlines()
-    assert first == '{"event": "ste'
-    assert json.loads(second)["event"] == "started"
+        Telemetry(config, rank=1, world_size=2, clock=clock, generation=generation).close()
+    files = sorted((tmp_path / "run" / "logs").glob("*/rank-1.jsonl"))
+    assert [file.parent.name for file in files] == ["attempt-1.1", "attempt-1.2", "attempt-2.1"]
+    for file, (attempt, _) in zip(files, starts, strict=True):
+        assert json.loads(file.read_text())["attempt"] == attempt
 
 
 def test_a_loss_that_is_no_number_is_still_json(telemetry: Telemetry, tmp_path: Path) -> None:

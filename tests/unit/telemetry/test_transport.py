@@ -15,6 +15,7 @@ from finetune_trainer.telemetry.collectives.transport import (
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks
 from finetune_trainer.telemetry.node.page import RankCollector
 from finetune_trainer.telemetry.shared import NodePage, Shared
+from support.launch.journals import journal_in
 from support.launch.launches import train_config
 from support.telemetry import nccl_logs
 from support.telemetry.node_pages import read_series
@@ -123,8 +124,8 @@ def test_transports_are_published_for_the_rank_and_the_run(tmp_path: Path) -> No
     assert telemetry.progress.transport == "NET/IB,SHM,P2P"
     written = json.loads((Path(config.run_dir) / "progress.json").read_text())
     assert written["transport"] == "NET/IB,SHM,P2P"
-    lines = (Path(config.run_dir) / "logs" / "rank-0.jsonl").read_text().splitlines()
-    (event,) = (one for one in map(json.loads, lines) if one["event"] == "transport")
+    events = journal_in(Path(config.run_dir))
+    (event,) = (one for one in events if one["event"] == "transport")
     assert (event["transport"], event["has_gpu_direct"]) == ("SHM,P2P", False)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,13 +44,18 @@ class Fence:
 
     Args:
         holdings: One per folder.
+        clock: Seconds of this process's own clock.
 
     Attributes:
         lost: The error of the check that found a higher claim; None before.
     """
 
-    def __init__(self, holdings: Sequence[Holding]) -> None:
+    def __init__(
+        self, holdings: Sequence[Holding], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._holdings = {_real_path(one.wanted.folder): one for one in holdings}
+        self._clock = clock
+        self._checked_at = float("-inf")
         self.lost: OvertakenError | None = None
 
     def holding(self, folder: Path) -> Holding:
@@ -64,6 +70,7 @@ class Fence:
             ClaimLostError: the files of a claim are gone.
             OSError: a folder cannot be written or listed, so the state is unknown.
         """
+        began = self._clock()
         for wanted, claim, pace in self._holdings.values():
             folder = wanted.folder
             if pace.lag_seconds:
@@ -74,6 +81,18 @@ class Fence:
                 raise self.lost
             if claim not in seen.present:
                 raise gone(folder, claim)
+        self._checked_at = began
+
+    def check_if_older(self, seconds: float) -> None:
+        """Check unless a check that began less than `seconds` ago has succeeded.
+
+        While `watch` checks, only a process that was stopped meanwhile has an older check.
+
+        Raises:
+            OvertakenError, ClaimLostError, OSError: as `check`.
+        """
+        if self._clock() - self._checked_at >= seconds:
+            self.check()
 
     def watch(
         self,

@@ -1,4 +1,4 @@
-"""Read the points of a run's curves from rank 0's journal.
+"""Read the points of a run's curves from rank 0's journals of an attempt.
 
 Called outside of the ranks, by the reporter to Azure ML and by the trackers.
 """
@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.config.log_folders import generations, log_folder
 
 CURVES = {
     "step": {
@@ -37,29 +40,35 @@ class Point(NamedTuple):
 
 
 class JournalPoints:
-    """Follows a growing journal.
+    """Follows the growing journals of an attempt.
 
     Attributes:
         starts: Number of this start of the attempt, once rank 0 has claimed its folders.
     """
 
-    def __init__(self, journal: Path, offset: int | None = None) -> None:
-        """Skip the first `offset` bytes, by default all existing ones: an earlier start's."""
+    def __init__(self, config: TrainConfig, after: int | None = None) -> None:
+        """Skip generations up to `after`, by default all existing ones: they have ended."""
         self.starts: int | None = None
-        self._journal = journal
-        self._offset = journal_size(journal) if offset is None else offset
+        self._run_dir, self._attempt = Path(config.run_dir), config.job.attempt
+        self._after = newest_generation(config) if after is None else after
+        self._offsets: dict[int, int] = {}
         self._count = 0
 
     def read(self) -> list[tuple[str, Point]]:
         """Return the event and the point of each new complete line that has one."""
+        existing = generations(self._run_dir, self._attempt)
+        return [point for one in existing if one > self._after for point in self._read(one)]
+
+    def _read(self, generation: int) -> list[tuple[str, Point]]:
         try:
-            file = self._journal.open("rb")
+            journal = log_folder(self._run_dir, self._attempt, generation) / "rank-0.jsonl"
+            file = journal.open("rb")
         except OSError:
             return []  # not written yet, or rank 0 itself reports the error of its disk
         with file:
-            file.seek(self._offset)
+            file.seek(self._offsets.get(generation, 0))
             lines, _, rest = file.read().rpartition(b"\n")
-            self._offset = file.tell() - len(rest)
+            self._offsets[generation] = file.tell() - len(rest)
         found = []
         for line in lines.splitlines():
             try:
@@ -91,11 +100,6 @@ class JournalPoints:
         return None
 
 
-def journal_of(run_dir: Path) -> Path:
-    """Return the path of rank 0's journal."""
-    return run_dir / "logs" / "rank-0.jsonl"
-
-
-def journal_size(journal: Path) -> int:
-    """Return the bytes of a journal; 0 before it exists."""
-    return journal.stat().st_size if journal.exists() else 0
+def newest_generation(config: TrainConfig) -> int:
+    """Return the newest generation of the attempt that has logs; 0 before the first."""
+    return max(generations(Path(config.run_dir), config.job.attempt), default=0)

@@ -15,7 +15,7 @@ from finetune_trainer.config import ExitCode
 from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.last_words import LastWords, report_of_abort
 from finetune_trainer.launch.rank_report import RankReport, read_report
-from finetune_trainer.launch.stacks import TimerTraces
+from finetune_trainer.launch.stacks import stacks_of_timer
 from finetune_trainer.launch.termination_message import EndedBy, RankExit
 
 # Ranks notice a lost peer within milliseconds on gloo; NCCL may hang until it is killed.
@@ -33,13 +33,10 @@ class RankWatch:
     because no step can finish without that rank.
     """
 
-    def __init__(
-        self, reports: Path, stop: StopSignal, grace_seconds: float, traces: TimerTraces
-    ) -> None:
+    def __init__(self, reports: Path, stop: StopSignal, grace_seconds: float) -> None:
         """Prepare to watch ranks that leave their reports in the folder `reports`."""
         self.exits: list[RankExit] = []
         self._reports = reports
-        self._traces = traces
         self._stop = stop
         self._grace_seconds = grace_seconds
         self._has_sent_sigterm = False
@@ -100,7 +97,7 @@ class RankWatch:
                     time=time.time(),
                     ended_by=self._deadline_is_for if was_killed else EndedBy.ITSELF,
                     report=self._report(rank, code),
-                    stacks=self._traces.path_if_ended(rank) if code == ExitCode.ERROR else None,
+                    stacks=stacks_of_timer(self._reports, rank) if code == ExitCode.ERROR else None,
                 )
             )
 

@@ -31,7 +31,6 @@ from finetune_trainer.launch.rank_report import (
     ENV_STARTED,
     ENV_SUPERVISOR_PID,
 )
-from finetune_trainer.launch.stacks import TimerTraces
 from finetune_trainer.launch.start_ranks import Node, read_node, start_ranks
 from finetune_trainer.launch.store_port import open_store_port
 from finetune_trainer.launch.termination_message import (
@@ -147,9 +146,7 @@ class Supervisor:
         path = str(self._config_path.absolute())
         arguments = ("-m", "finetune_trainer.launch.worker", path, self._entry)
         oom_kills_before = count_oom_kills()
-        first = node.rank * config.world.nproc_per_node
-        traces = TimerTraces(config.run_dir, range(first, first + config.world.nproc_per_node))
-        watch = RankWatch(reports, self.stop, config.termination_grace_seconds, traces)
+        watch = RankWatch(reports, self.stop, config.termination_grace_seconds)
         limit = rendezvous_limit(self._environ)
         with open_store_port(node, lambda: self.stop.requested, limit) as store:
             processes = start_ranks(

@@ -19,6 +19,7 @@ from typing import NoReturn, cast
 
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
+from finetune_trainer.config.log_folders import free_generation
 from finetune_trainer.control import StopSignal, Verdict, guard, leave
 from finetune_trainer.determinism import deterministic
 from finetune_trainer.errors import (
@@ -39,7 +40,7 @@ from finetune_trainer.launch.rank_report import (
     RankReport,
     write_report,
 )
-from finetune_trainer.launch.stacks import stacks_path
+from finetune_trainer.launch.stacks import stacks_file
 from finetune_trainer.launch.termination_message import preempted_before_training, with_progress
 from finetune_trainer.launchers import ACCELERATE, Launch, read_launch, restart_count
 from finetune_trainer.links import check_links
@@ -51,7 +52,7 @@ from finetune_trainer.telemetry.shared import ENV_NODE_PAGE, NodePage, Shared
 from finetune_trainer.unused_packages import hide_unused
 from finetune_trainer.watchdog import limit_of, watch_progress
 from finetune_trainer.with_parent import end_with_parent
-from finetune_trainer.world import World, open_world
+from finetune_trainer.world import World, gather_values, open_world
 
 # Time for all ranks to leave at their next step boundary after they were overtaken. After it rank 0
 # leaves alone, which ends the others. With the time between two checks the sum is below 10 s.
@@ -106,6 +107,8 @@ class _Rank:
         self._report_end = report_end
         self._stop = StopSignal()
         self._telemetry: Telemetry | None = None
+        self._generation = 1
+        self._check_claims: Callable[[float], object] = lambda seconds: None
         self._rank = 0
         self._at_end = ExitStack()
 
@@ -137,9 +140,12 @@ class _Rank:
         fence = None
         if launch.rank == 0:  # other ranks wait for it in the rendezvous
             fence = claim_folders(config, lambda: stop.requested)
+            self._check_claims = fence.check_if_older
+            claim = fence.holding(Path(config.checkpoint.dir)).claim
+            run_dir = Path(config.run_dir)
+            self._generation = free_generation(run_dir, claim.attempt, claim.generation)
             telemetry = self._open_telemetry(launch, shared)
-            generation = fence.holding(Path(config.checkpoint.dir)).claim.generation
-            telemetry.log("claimed", generation=generation)
+            telemetry.log("claimed", generation=claim.generation)
             fence.watch(self._end_overtaken)
         if config.telemetry.collective_timings:
             enable_timing()
@@ -154,6 +160,8 @@ class _Rank:
                 ExitStack() as watching,
             ):
                 distribute_page_address(world, page, launch)
+                # Only rank 0 has claims; the others write to the folder of its logs.
+                self._generation = gather_values(world.control_group, self._generation, int)[0]
                 do_work = _load(entry)
                 importing.close()
                 if witness is not None:
@@ -183,10 +191,28 @@ class _Rank:
         )
 
     def _open_telemetry(self, launch: Launch, shared: Shared) -> Telemetry:
-        config = self._config
-        self._telemetry = _open_telemetry(config, launch, self._environ, shared)
+        config, environ = self._config, self._environ
+        started = environ.get(ENV_STARTED)
+        try:
+            self._telemetry = Telemetry(
+                config,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                started=float(started) if started else None,
+                restarts_in_place=restart_count(environ),
+                shared=shared,
+                generation=self._generation,
+                check=self._check_claims,
+            )
+        except OSError as error:
+            raise OutputNotWritableError(
+                f"the run directory {config.run_dir} cannot be written ({error.strerror}: "
+                f"{error.filename}); choose a folder that this process may write into"
+            ) from error
         if (limit := limit_of(config)) is not None:
-            stacks = stacks_path(config.run_dir, launch.rank)
+            stacks = self._telemetry.logs.absolute() / stacks_file(launch.rank)
+            if (reports := environ.get(ENV_REPORT_DIR)) is not None:
+                (Path(reports) / stacks.name).symlink_to(stacks)
             watch_progress(self._telemetry, limit, stacks, self._end_hung)
         return self._telemetry
 
@@ -239,10 +265,9 @@ class _Rank:
         """Write the state of the GPU's memory beside the stacks, while its tensors still exist."""
         from finetune_trainer.gpu import write_memory_snapshot
 
-        stacks = stacks_path(self._config.run_dir, self._rank)
-        path = stacks.with_name(f"rank-{self._rank}.memory.pickle")
         if self._telemetry is None:
             return
+        path = self._telemetry.logs / f"rank-{self._rank}.memory.pickle"
         try:
             if write_memory_snapshot(path):
                 self._telemetry.log("memory_snapshot", path=str(path))
@@ -263,26 +288,6 @@ def _continued(config: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
             "set it to 0 (torchrun has --max-restarts), or start python -m finetune_trainer itself"
         )
     return config.continued() if restart_count(environ) else config
-
-
-def _open_telemetry(
-    config: TrainConfig, launch: Launch, environ: Mapping[str, str], shared: Shared
-) -> Telemetry:
-    started = environ.get(ENV_STARTED)
-    try:
-        return Telemetry(
-            config,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            started=float(started) if started else None,
-            restarts_in_place=restart_count(environ),
-            shared=shared,
-        )
-    except OSError as error:
-        raise OutputNotWritableError(
-            f"the run directory {config.run_dir} cannot be written ({error.strerror}: "
-            f"{error.filename}); choose a folder that this process may write into"
-        ) from error
 
 
 def _close(telemetry: Telemetry, termination: Termination) -> Termination:

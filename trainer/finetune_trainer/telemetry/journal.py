@@ -1,4 +1,4 @@
-"""Write logs/rank-R.jsonl: all events of a rank over all attempts, one JSON object per line."""
+"""Write rank-R.jsonl: the events of a rank in one start of an attempt, a JSON object per line."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,10 +22,7 @@ class Journal:
         self._attempt = attempt
         self._rank = rank
         self._clock = clock
-        needs_newline = _ends_without_newline(path)
         self._file = path.open("ab")
-        if needs_newline:
-            self._file.write(b"\n")
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Append one event with the current time.
@@ -53,12 +50,3 @@ class Journal:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
-
-
-def _ends_without_newline(path: Path) -> bool:
-    """Whether an earlier attempt died while writing its last line."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -35,8 +36,9 @@ from finetune_trainer.telemetry.numbers import GpuNumbers, Numbers, info_labels
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.processes import seconds_since_start
 from finetune_trainer.telemetry.profile_requests import ProfileRequests
-from finetune_trainer.telemetry.run_directory import RunDirectory
+from finetune_trainer.telemetry.run_directory import SECONDS_OF_A_PAUSE, RunDirectory
 from finetune_trainer.telemetry.shared import NodePage, Shared
+from finetune_trainer.telemetry.slots import Word
 from finetune_trainer.telemetry.spent import SpentTime
 from finetune_trainer.telemetry.start_up import StartUp
 from finetune_trainer.telemetry.step import StepReport, Throughput
@@ -65,6 +67,8 @@ class Telemetry:
         started: float | None = None,
         restarts_in_place: int = 0,
         shared: Shared | None = None,
+        generation: int = 1,
+        check: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         """Open the outlets.
 
@@ -76,11 +80,18 @@ class Telemetry:
             started: Start of the attempt's first process by `clock`; that of this process if None.
             restarts_in_place: How often the ranks were restarted within this attempt.
             shared: Files that the node's page reads; None without a page.
+            generation: Number of this start of the attempt, which selects the folder of its logs.
+            check: Checks the claims on the folders; see `RunDirectory`.
+
+        Raises:
+            OSError: The journal cannot be written.
+            OvertakenError: The process was paused, and a later attempt owns the run directory.
         """
         self._lock = RLock()
         self._clock = clock
         self._config, self._rank = config, rank
-        self._folder = RunDirectory(config.run_dir, self.warn)
+        path, attempt = Path(config.run_dir), config.job.attempt
+        self._folder = RunDirectory(path, attempt, generation, warn=self.warn, check=check)
         self._is_main = rank == 0
         self._throughput = Throughput()
         began = psutil.Process().create_time() if started is None else started
@@ -89,7 +100,7 @@ class Telemetry:
         self._artifacts: tuple[str, ...] = ()
         self._warned: set[str] = set()
         self._progress = Progress(
-            attempt=config.job.attempt, restarts_in_place=restarts_in_place, time=clock()
+            attempt=attempt, restarts_in_place=restarts_in_place, time=clock()
         )
         self._changes: dict[str, Any] = {}  # of the progress, not yet applied
         self._total_steps: int | None = None
@@ -97,10 +108,12 @@ class Telemetry:
         self._is_compiling = False
         self._pending: deque[tuple[StepReport, float]] = deque()  # shared with other threads
         self._reported_at = float("-inf")
-        log_path = self._folder.log_of(rank)
-        self._journal = Journal(log_path, attempt=config.job.attempt, rank=rank, clock=clock)
+        check(SECONDS_OF_A_PAUSE)
+        log_path = self.logs / f"rank-{rank}.jsonl"
+        self._journal = Journal(log_path, attempt=attempt, rank=rank, clock=clock)
         self._written_at = self._news_read_at = float("-inf")
         self._shared = Shared(NodePage(), rank) if shared is None else shared
+        self._shared.block.numbers[Word.GENERATION] = generation
         self._numbers = Numbers(self._shared.block, is_main=self._is_main)
         self.collectives = Collectives(
             self._shared.block, config.strategy, self.warn, self._shared.phases
@@ -109,7 +122,7 @@ class Telemetry:
         self._board = self._open_board() if self._is_main else None
         self._narrator = Narrator() if self._is_main else None
         self._journal.write("started", {"world_size": world_size})  # fails if the disk is full
-        self._numbers.begin(config.job.attempt)
+        self._numbers.begin(attempt)
         self._gpu: GpuNumbers | None = None
         self.checkpoint_costs = CheckpointCosts(self._shared.block)
         self.profile_requests = ProfileRequests(self._shared.block)
@@ -129,6 +142,11 @@ class Telemetry:
                 self._progress = self._progress.model_copy(update=self._changes)
                 self._changes = {}
             return self._progress
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the logs of this start of the attempt."""
+        return self._folder.logs
 
     @property
     def artifact_paths(self) -> tuple[str, ...]:
@@ -405,7 +423,8 @@ class Telemetry:
             self.phases.stop()
             if self._board is not None:
                 self._board.close()
-            self._folder.put(self._journal.close)
+            with suppress(OSError):  # a full disk, which an earlier write has reported
+                self._journal.close()
 
     def _report_news_of_node(self, now: float) -> None:
         """Report what the processes of the page and of the trackers have published.

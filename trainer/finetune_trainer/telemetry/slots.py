@@ -70,6 +70,7 @@ class Word(IntEnum):
     PROFILE_STEPS = 27  # steps of the newest request
     PROFILES_TAKEN = 28  # how many of the requests the rank has taken
     IS_PROFILING = 29  # 1 from the moment a request is taken, or a profile begins, to its report
+    GENERATION = 30  # number of this start of the attempt, which selects the folder of its logs
 
 
 _PHASE_WORDS = slice(Word.PHASE_SWITCHES, Word.ODD_LEFT_SECONDS + 1)

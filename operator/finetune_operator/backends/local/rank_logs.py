@@ -1,7 +1,7 @@
 """Read the log of one rank of an attempt, as lines for people.
 
-A rank appends events, one JSON line each, to one file for all attempts. The output of its node
-covers the time before the first event, and the traceback of a crash.
+A rank appends events, one JSON line each, to a file in each start of the attempt. The output of its
+node covers the time before the first event, and the traceback of a crash.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any
 from finetune_operator.backends.local.layout import AttemptFolder
 from finetune_operator.backends.local.records import AttemptRecord
 from finetune_operator.errors import NoSuchRankError
+from finetune_trainer.config.log_folders import journals
 
 POLL_SECONDS = 0.2
 _HEAD = ("time", "attempt", "rank", "event")
@@ -37,17 +38,18 @@ async def read_log(
     if not 0 <= rank < world_size:
         ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
         raise NoSuchRankError(f"rank {rank} does not exist; attempt {record.attempt} has {ranks}")
-    events = Tail(folder.run_dir / "logs" / f"rank-{rank}.jsonl")
+    events: dict[Path, Tail] = {}
     output = Tail(folder.log(rank // record.processes_per_node))
     has_events = has_output = False
     while True:
         ended = (
             is_finished is None or is_finished()
         )  # before reading, so that the last lines are read
-        for line in events.lines(ended):
-            if (text := readable(line, record.attempt)) is not None:
-                has_events = True
-                yield text
+        for journal in journals(folder.run_dir, record.attempt, rank):
+            for line in events.setdefault(journal, Tail(journal)).lines(ended):
+                if (text := readable(line, record.attempt)) is not None:
+                    has_events = True
+                    yield text
         # The node's output is shown as long as the rank has no log of its own.
         if not has_events:
             for line in output.lines(ended):

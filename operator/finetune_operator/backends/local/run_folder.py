@@ -159,7 +159,7 @@ class RunFolder:
         return _numbered(self.run_dir, number)
 
     def make_way(self) -> None:
-        """Rename the folder of the attempts, with the last progress, for a job that takes over.
+        """Rename the folder of the attempts, with progress and logs, for a job that takes over.
 
         The new job continues with the other files and starts with its own attempt 1.
         """
@@ -167,9 +167,9 @@ class RunFolder:
         while _numbered(attempts, number).exists():
             number += 1
         if attempts.exists():
-            progress = self.run_dir / "progress.json"
-            if progress.exists():
-                progress.rename(attempts / progress.name)
+            for path in (self.run_dir / "progress.json", self.run_dir / "logs"):
+                if path.exists():
+                    path.rename(attempts / path.name)
             attempts.rename(_numbered(attempts, number))
 
     def _refuse_folder_of_others(self, folder: Path, job: ObjectMeta) -> None:

@@ -3,7 +3,6 @@
 `make run-azureml` is one of them, as docs/how-to/azure-ml.md shows it, with the real small model.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -34,6 +33,7 @@ from finetune_trainer.launch.azureml.mounts import resolve_mounts
 from support.azureml.walk_azureml import ASSETS, NAMESPACE, PROFILE, served
 from support.cluster.operators import Api, phase_of, wait_until
 from support.launch.forked_ranks import attempt, numbers
+from support.launch.journals import journal_in
 from support.launch.tiny_run import write_inputs
 
 pytest.importorskip("azure.identity", reason="needs the extra azureml")
@@ -130,10 +130,9 @@ class World:
         """Return what became of it; of a killed start, its node's disk has the losses."""
         losses: dict[int, float] = {}
         for run in self.runs:
-            for journal in sorted(self._nodes.glob(f"{run.name}/*/tmp/*/run/logs/rank-0.jsonl")):
-                whole, _, _ = journal.read_text().rpartition("\n")
-                told = [json.loads(line) for line in whole.splitlines()]
-                losses |= {one["step"]: one["loss"] for one in told if one["event"] == "step"}
+            for run_dir in sorted(self._nodes.glob(f"{run.name}/*/tmp/*/run")):
+                told = [one for one in journal_in(run_dir) if one["event"] == "step"]
+                losses |= {one["step"]: one["loss"] for one in told}
             drawn = [point for point in run.points if point["key"] == "train/loss"]
             losses |= {point["step"]: point["value"] for point in drawn}
         return Life(self.made, self.runs, losses)

@@ -325,8 +325,14 @@ def test_logs_show_the_nodes_output_until_the_rank_writes_its_own(folder: Path) 
 
     assert asyncio.run(read()) == ["node 0 of attempt 1 starts at step 0"]
     logs = folder / "runs/default/tiny/logs"
-    logs.mkdir()
-    event = '{"time": 0, "attempt": 1, "rank": 0, "event": "step", "loss": 0.25}\n'
-    (logs / "rank-0.jsonl").write_text(event.replace('"attempt": 1', '"attempt": 7') + event)
-    (line,) = asyncio.run(read())
-    assert line.endswith("step loss=0.25")
+    event = '{{"time": 0, "attempt": {}, "rank": 0, "event": "step", "loss": {}}}\n'
+    for name, text in (
+        (".", event.format(7, 7.0) + event.format(1, 0.25)),  # as release 0.1.0 writes it
+        ("attempt-1.2", event.format(1, 0.125)),
+        ("attempt-1.10", event.format(1, 0.0625)),
+        ("attempt-11.1", event.format(11, 11.0)),
+    ):
+        (logs / name).mkdir(parents=True)
+        (logs / name / "rank-0.jsonl").write_text(text)
+    lines = asyncio.run(read())
+    assert [line.partition("loss=")[2] for line in lines] == ["0.25", "0.125", "0.0625"]

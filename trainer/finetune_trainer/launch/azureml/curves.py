@@ -1,8 +1,8 @@
 """Buffer the curves of a run until Azure ML has them, thinned out."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from finetune_trainer.config import TrainConfig
 from finetune_trainer.launch.journal_points import CURVES, JournalPoints, Point
 
 # Maximum per kind of point; with four values per step, the points of both kinds are below MLflow's
@@ -43,13 +43,13 @@ class Thinned:
 
 
 class Curves:
-    """Follows a growing journal and buffers unsent points, thinned out.
+    """Follows the journals of an attempt and buffers unsent points, thinned out.
 
-    Existing contents of the file belong to an earlier start and are skipped.
+    Existing journals belong to an earlier start and are skipped.
     """
 
-    def __init__(self, journal: Path) -> None:
-        self._journal = JournalPoints(journal)
+    def __init__(self, config: TrainConfig) -> None:
+        self._journal = JournalPoints(config)
         self._series = {event: Thinned() for event in CURVES}
 
     @property

@@ -29,7 +29,7 @@ from finetune_trainer.control import StopSignal
 from finetune_trainer.launch.azureml.curves import Curves
 from finetune_trainer.launch.azureml.mlflow_run import RefusedError
 from finetune_trainer.launch.azureml.tags import progress_text
-from finetune_trainer.launch.journal_points import Point, journal_of
+from finetune_trainer.launch.journal_points import Point
 
 SECONDS_BETWEEN_TURNS = 1.0
 SECONDS_BETWEEN_REPORTS = 15.0
@@ -89,7 +89,7 @@ class Reporter:
         self._began = clock()
         self._run_dir = run_dir
         self._progress: Progress | None = None
-        self._curves = Curves(journal_of(run_dir))
+        self._curves = Curves(config)
         self._reading = threading.Lock()  # the main thread reads at the end
         self._reported: CheckpointRef | None = None
         self._report_at = self._poll_at = float("-inf")

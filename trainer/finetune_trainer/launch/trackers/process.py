@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from finetune_trainer.config import ExitCode, TrainConfig
-from finetune_trainer.launch.journal_points import journal_of, journal_size
+from finetune_trainer.launch.journal_points import newest_generation
 from finetune_trainer.launch.trackers.tracker import PREFIXES, End, seconds_for_the_end
 
 _NOT_FOR_TRACKERS = "HF_TOKEN"
@@ -43,8 +43,7 @@ class TrackerProcess:
             OSError: The process cannot be started.
         """
         self._scratch = TemporaryDirectory(prefix="finetune-trackers-", ignore_cleanup_errors=True)
-        offset = journal_size(journal_of(Path(config.run_dir)))
-        arguments = (str(path.absolute()), str(offset), folder or "")
+        arguments = (str(path.absolute()), str(newest_generation(config)), folder or "")
         own = {name: text for name, text in environ.items() if name != _NOT_FOR_TRACKERS}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "finetune_trainer.launch.trackers", *arguments],

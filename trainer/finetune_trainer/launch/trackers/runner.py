@@ -18,7 +18,7 @@ from threading import Event, Lock, Thread
 from urllib.parse import urlsplit
 
 from finetune_trainer.config import TrackerConfig, TrackerRun, TrainConfig
-from finetune_trainer.launch.journal_points import JournalPoints, Point, journal_of
+from finetune_trainer.launch.journal_points import JournalPoints, Point
 from finetune_trainer.launch.trackers import mlflow_run, wandb_run
 from finetune_trainer.launch.trackers.tracker import (
     PREFIXES,
@@ -191,17 +191,16 @@ def main(arguments: Sequence[str]) -> None:
     """Run until standard input ends with the word of an `End`."""
     end_with_parent(os.getppid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    path, offset, folder = arguments
+    path, after, folder = arguments
     config = TrainConfig.read(Path(path))
     trackers = config.telemetry.trackers or ()
     desk = Desk(Path(folder) if folder else None, _private_log())
     _drop_variables(trackers)
     facts = RunFacts.of(config, Path(tempfile.gettempdir()))
-    journal = journal_of(Path(config.run_dir))
     followers = [
         Follower(
             partial(_OPEN[one.type], one, facts),
-            JournalPoints(journal, int(offset)),
+            JournalPoints(config, int(after)),
             opened=partial(desk.opened, one.type),
             warn=partial(desk.warn, one),
         )

@@ -1,17 +1,18 @@
 """Collect the stacks and collectives of a node's ranks during a stall, before any rank is killed.
 
-They are stored in a folder per stall in the run directory. A thread collects them, because disks
-and ranks may not respond.
+They are stored in a folder per stall, in the logs of the attempt. A thread collects them, because
+disks and ranks may not respond.
 """
 
 import gzip
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 
+from finetune_trainer.config.log_folders import log_folder
 from finetune_trainer.telemetry.node.node_ranks import NodeRanks, RankNow
 from finetune_trainer.telemetry.node.recorder_client import query_recorder
 from finetune_trainer.telemetry.processes import PROCESS_STATES, threads_of
@@ -25,9 +26,10 @@ _POLL_SECONDS = 0.05
 _MAX_STACKS_BYTES = 1 << 20
 
 
-def evidence_folder(attempt: int, stall: int) -> str:
+def evidence_folder(ranks: Sequence[RankNow], attempt: int, stall: int) -> str:
     """Return the folder of a stall's evidence, relative to the run directory."""
-    return f"logs/stall-{attempt}-{stall}"
+    generation = max((int(one.numbers[Word.GENERATION]) for one in ranks), default=1)
+    return str(log_folder(Path(), attempt, generation) / f"stall-{stall}")
 
 
 class Evidence:
@@ -54,7 +56,7 @@ class Evidence:
         ranks = self._ranks.now()
         before = {one.rank: self._size(one.rank) for one in ranks}
         self._wait_for_stacks(before, [one.rank for one in ranks if _request_stacks(one)])
-        target = self._run_dir / evidence_folder(self._attempt, stall)
+        target = self._run_dir / evidence_folder(ranks, self._attempt, stall)
         target.mkdir(parents=True, exist_ok=True)
         for one in ranks:
             text = _state(one).encode() + self._stacks(one.rank, before[one.rank])

@@ -16,7 +16,15 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from finetune_trainer.config import SUSPECTS_FILE, ContractModel, Phase, Suspect, Suspects, metrics
+from finetune_trainer.config import (
+    SUSPECTS_FILE,
+    ContractModel,
+    Phase,
+    Progress,
+    Suspect,
+    Suspects,
+    metrics,
+)
 from finetune_trainer.files import replace_text
 from finetune_trainer.telemetry.boundary import read_boundary
 from finetune_trainer.telemetry.collectives.groups import CHECKPOINT
@@ -118,9 +126,9 @@ class NodeWatch:
 
     def look(self) -> None:
         """Take one snapshot of the ranks and judge or send it."""
-        looks = tuple(self._add_recorded(_snapshot(one)) for one in self._ranks.now())
-        desk = self.desk
-        reply = self._judge_all(desk, looks) if desk is not None else self._ask(looks)
+        ranks, desk = self._ranks.now(), self.desk
+        looks = tuple(self._add_recorded(_snapshot(one)) for one in ranks)
+        reply = self._judge_all(desk, ranks, looks) if desk is not None else self._ask(looks)
         self.scores = reply.scores
         if reply.stall:
             self._evidence.collect(reply.stall)
@@ -143,13 +151,15 @@ class NodeWatch:
             time.sleep(self._interval)
             self.look()
 
-    def _judge_all(self, desk: NewsDesk, looks: tuple[RankSnapshot, ...]) -> Reply:
+    def _judge_all(
+        self, desk: NewsDesk, ranks: Sequence[RankNow], looks: tuple[RankSnapshot, ...]
+    ) -> Reply:
         desk.store(self._config.node, looks)
         now = self._epoch + self._clock()
         found = self._judge.look(now, desk.seen(), is_training=self._is_training())
         folder = None
         if found.num_stalls <= MAX_STALLS:
-            folder = evidence_folder(self._config.attempt, found.num_stalls)
+            folder = evidence_folder(ranks, self._config.attempt, found.num_stalls)
         self.suspects = tuple(
             one.model_copy(update={"evidence": folder}) if one.score is None else one
             for one in found.suspects
@@ -159,7 +169,7 @@ class NodeWatch:
         return desk.reply(looks)
 
     def _publish(self) -> None:
-        """Write the current suspects to the run directory, in a thread in case the disk hangs."""
+        """Write the suspects to the run directory, in a thread in case the disk hangs."""
         is_busy = self._writing is not None and self._writing.is_alive()
         if self.suspects == self._written or is_busy:
             return
@@ -169,7 +179,15 @@ class NodeWatch:
         self._writing.start()
 
     def _write(self, suspects: tuple[Suspect, ...]) -> None:
+        """Write the suspects, unless the run directory belongs to a later attempt by now."""
         path = Path(self._config.run_dir) / SUSPECTS_FILE
+        try:
+            attempt = Progress.read(path.with_name("progress.json")).attempt
+        except (OSError, ValidationError):
+            attempt = None
+        if attempt != self._config.attempt:
+            self._written = None  # rank 0 may not have reported yet, so the next look tries again
+            return
         if suspects:
             news = Suspects(attempt=self._config.attempt, suspects=suspects)
             replace_text(path, news.to_json())
