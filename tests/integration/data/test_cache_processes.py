@@ -1,8 +1,9 @@
 """Several processes prepare the same data: one tokenises, and a killed one leaves no trace."""
 
 import json
+import os
 import resource
-import time
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,10 +21,10 @@ from support.launch.warm_processes import forkserver
 SECONDS = 60.0
 
 
-def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
+def prepare_rows(test: Connection, folder: Path, mode: str, patience: float) -> None:
     """Say `ready`, wait for a word, prepare the rows, and say the data's hash or what is wrong.
 
-    In the mode `stall` it stops for ever in the middle of tokenising, after it has said so.
+    In the mode `stall` it waits for a word before each batch, after it has sent `tokenising`.
     """
     from transformers import AutoTokenizer
 
@@ -33,8 +34,8 @@ def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
 
     def announce(self: Any, *arguments: Any, **options: Any) -> Any:
         test.send("tokenising")
-        while mode == "stall":
-            time.sleep(60)
+        if mode == "stall":
+            test.recv()
         return kind.__call__(self, *arguments, **options)
 
     loaded.__class__ = type(kind.__name__, (kind,), {"__call__": announce})
@@ -46,7 +47,8 @@ def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
         # As a full disk does, this refuses what is written beyond the first KiB of a file.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
     try:
-        test.send(prepare(config, config.sources, loaded).fingerprint)
+        prepared = prepare(config, config.sources, loaded, patience_seconds=patience)
+        test.send(prepared.fingerprint)
     except TrainerError as error:
         test.send(str(error))
 
@@ -54,10 +56,10 @@ def prepare_rows(test: Connection, folder: Path, mode: str) -> None:
 class Worker:
     """A process that prepares the rows of a folder once it is told to."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, patience: float) -> None:
         self._pipe, other_end = forkserver().Pipe()
         self.process: BaseProcess = forkserver().Process(
-            target=prepare_rows, args=(other_end, folder, mode), daemon=True
+            target=prepare_rows, args=(other_end, folder, mode, patience), daemon=True
         )
         self.process.start()
         other_end.close()
@@ -92,8 +94,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     tiny_tokenizer(tmp_path / "model")
     started: list[Worker] = []
 
-    def start(mode: str = "run") -> Worker:
-        started.append(Worker(tmp_path, mode))
+    def start(mode: str = "run", patience: float = SECONDS) -> Worker:
+        started.append(Worker(tmp_path, mode, patience))
         return started[-1]
 
     yield start
@@ -124,6 +126,30 @@ def test_a_process_killed_while_tokenising_is_replaced_by_the_one_that_waits(
     assert waiting.process.exitcode == 0
     left = sorted(path.suffix for path in (tmp_path / "cache/tokens").iterdir())
     assert left == ["", ".lock"]
+
+
+def test_a_stopped_process_is_not_waited_for_and_changes_nothing_when_it_continues(
+    start: Start, tmp_path: Path
+) -> None:
+    stalled, waiting = start("stall"), start(patience=0.5)
+    stalled.go()
+    assert stalled.hear() == "tokenising"
+    pid = stalled.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    waiting.go()
+    fingerprint = waiting.hear_all()[-1]
+    [entry] = [path for path in (tmp_path / "cache/tokens").iterdir() if path.suffix == ""]
+    tokens = entry / "tokens.bin"
+    committed = tokens.stat()
+    os.kill(pid, signal.SIGCONT)
+    stalled.go()
+    while (said := stalled.hear()) == "tokenising":
+        stalled.go()
+    assert said == fingerprint
+    assert os.path.samestat(tokens.stat(), committed)
+    left = sorted(path.suffix for path in (tmp_path / "cache/tokens").iterdir())
+    assert left == ["", ".lock", ".lock"]
 
 
 def test_a_disk_that_is_full_is_a_sentence_and_commits_nothing(

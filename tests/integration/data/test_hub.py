@@ -1,10 +1,13 @@
 """Models and data sets of a hub, by a stand-in hub over HTTP."""
 
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ for line in sys.stdin:
     name, split = line.split()
     source = DatasetSource(path=name, split=split, is_hub=True)
     try:
-        rows = open_rows(source, name="train", cache_dir=Path(sys.argv[1]))
+        rows = open_rows(source, name="train", cache_dir=Path(sys.argv[1]), patience_seconds=1)
         print(json.dumps([[row.values for row in rows], rows.fingerprint()]))
     except DataError as error:
         print(json.dumps([str(error), ""]))
@@ -44,7 +47,7 @@ for line in sys.stdin:
     name, kind = line.split()
     find = folder_with_weights if kind == "all" else model_folder
     try:
-        folder = find(ModelConfig(path=name))
+        folder = find(ModelConfig(path=name), patience_seconds=1)
         found = sorted(path.name for path in folder.rglob("*") if path.is_file())
         print(json.dumps([folder.is_absolute(), found]))
     except ConfigError as error:
@@ -62,6 +65,15 @@ def environment(hub: HubServer, folder: Path) -> dict[str, str]:
     environ = {name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"}
     caches = {"HF_HOME": str(folder / "copies"), "XDG_CACHE_HOME": str(folder / "cache")}
     return environ | caches | {"HF_ENDPOINT": hub.url}
+
+
+@contextmanager
+def locked_by_a_process_that_does_nothing(*locks: Path) -> Iterator[None]:
+    with ExitStack() as stack:
+        for lock in locks:
+            lock.parent.mkdir(parents=True)
+            fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 def dataset(hub: HubServer, name: str, **files: str) -> None:
@@ -91,20 +103,22 @@ def test_rows_come_from_the_named_repository_and_from_no_file_of_this_machine(
         dataset(hub, name, train__jsonl=PUBLIC, README__md=CARD.format(files))
     asked = ["org/two train", "org/two validation", "org/two test", "org/two train"]
     asked += ["org/same train", "json train", *(f"{name} train" for name in cards)]
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path / "rows")],
-        cwd=work,
-        env=environment(hub, tmp_path),
-        input="\n".join(asked),
-        capture_output=True,
-        text=True,
-    )
+    with locked_by_a_process_that_does_nothing(tmp_path / "rows/datasets/org--same.lock"):
+        done = subprocess.run(
+            [sys.executable, "-c", READ, str(tmp_path / "rows")],
+            cwd=work,
+            env=environment(hub, tmp_path),
+            input="\n".join(asked),
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     found: list[tuple[Any, str]] = [json.loads(line) for line in done.stdout.splitlines()]
     first, other, unknown, again, same, packaged, *hostile = found
 
     assert [first[0], other[0], same[0]] == [[{"text": t}] for t in ("public", "second", "public")]
     assert first == again
+    assert list((tmp_path / "rows/datasets.2").rglob("*.arrow")), "a folder of its own"
     assert len({first[1], other[1], same[1]}) == 3, "fingerprints"
     assert unknown[0].startswith("spec.dataset.source org/two split 'test' cannot be loaded: ")
     assert packaged[0] == (
@@ -140,14 +154,17 @@ def test_a_model_is_a_snapshot_of_the_files_that_are_read(hub: HubServer, tmp_pa
         (tmp_path / "work" / name / "model.safetensors").write_text("of this machine")
     asked = ["org/whole some", "org/whole all", "org/shards all", "org/shards all"]
     asked += ["org/pickles all", "org/adapter all", "org/upward all", "org/absent all"]
-    done = subprocess.run(
-        [sys.executable, "-c", FIND],
-        cwd=tmp_path / "work",
-        env=environment(hub, tmp_path),
-        input="\n".join(asked),
-        capture_output=True,
-        text=True,
-    )
+    etag = hashlib.sha1(b"org/whole/model.safetensors").hexdigest()
+    lock = tmp_path / f"copies/hub/.locks/models--org--whole/{etag}.lock"
+    with locked_by_a_process_that_does_nothing(lock):
+        done = subprocess.run(
+            [sys.executable, "-c", FIND],
+            cwd=tmp_path / "work",
+            env=environment(hub, tmp_path),
+            input="\n".join(asked),
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     some, whole, first, again, *refused = map(json.loads, done.stdout.splitlines())
     assert some == [True, ["config.json", "tokenizer.json"]]

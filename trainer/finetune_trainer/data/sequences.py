@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finetune_trainer.cache_locks import PATIENCE_SECONDS
 from finetune_trainer.config import DataConfig, DataReport, DatasetSource
 from finetune_trainer.data.cores import usable_cores
 from finetune_trainer.data.crew import Crew
@@ -139,6 +140,7 @@ def prepare(
     *,
     name: str = "train",
     rules: Rules = Rules.CURRENT,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> TokenDataset:
     """Return the tokens of all sources; tokenise sources that the cache lacks.
 
@@ -148,7 +150,8 @@ def prepare(
 
     `sources` are `config.sources` or `config.held_out`. `name` is `train` or `eval` and selects the
     side of `evalShare` and the field that messages name. `rules` is the version by which rows are
-    read. With `evalShare` a source without held-out rows is left out if another has some.
+    read. With `evalShare` a source without held-out rows is left out if another has some. A
+    process that shows no activity for `patience_seconds` is not waited for.
 
     Raises:
         DataError: the rows are missing or malformed, or no row has a label token.
@@ -165,41 +168,42 @@ def prepare(
     empty: EmptySideError | None = None
     for place, source in zip(names, sources, strict=True):
         try:
-            stored, field = _prepare_source(config, source, tokenizer, place, is_held_out, rules)
+            rows = open_rows(
+                source,
+                name=place,
+                cache_dir=Path(config.cache_dir),
+                rules=rules,
+                patience_seconds=patience_seconds,
+            )
+            side = Side(rows, config.eval_share, is_held_out)
+            stored = _prepare_source(config, side, tokenizer, rules, patience_seconds)
         except EmptySideError as error:
             if not is_held_out:
                 raise
             empty = empty or error
         else:
             parts.append((stored, source.weight))
-            fields.append(field)
+            fields.append(rows.field)
     if empty is not None and not parts:
         raise empty
     return TokenDataset(parts, tuple(fields))
 
 
 def _prepare_source(
-    config: DataConfig,
-    source: DatasetSource,
-    tokenizer: Any,
-    name: str,
-    is_held_out: bool,
-    rules: Rules,
-) -> tuple[StoredTokens, str]:
-    """Return the tokens of one source, and its field for messages."""
-    whole = open_rows(source, name=name, cache_dir=Path(config.cache_dir), rules=rules)
-    rows = Side(whole, config.eval_share, is_held_out)
+    config: DataConfig, rows: Side, tokenizer: Any, rules: Rules, patience_seconds: float
+) -> StoredTokens:
+    """Return the tokens of one source."""
     store = TokenStore(Path(config.cache_dir), _cache_key(config, rows, tokenizer, rules))
     stored = store.open()
     if stored is None:
-        with store.lock():
+        with store.lock(patience_seconds):
             stored = store.open()  # another process may have written it while this process waited
             if stored is None:
                 stored = _tokenize(config, rows, tokenizer, store, rules)
     if stored.stops is None:
         ends = RowEncoder(config, tokenizer, rules).ends
         stored = replace(stored, stops=_count_stops(stored.arrays, ends))
-    return stored, whole.field
+    return stored
 
 
 def _count_stops(arrays: Mapping[str, npt.NDArray[Any]], ends: Collection[int]) -> dict[int, int]:

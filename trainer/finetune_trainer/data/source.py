@@ -19,6 +19,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from finetune_trainer.cache_locks import (
+    PATIENCE_SECONDS,
+    hub_locks_broken,
+    numbered,
+    patient_lock,
+)
 from finetune_trainer.config import (
     COMPRESSIONS,
     DATA_SUFFIXES,
@@ -51,12 +57,18 @@ class Row:
 
 
 def open_rows(
-    source: DatasetSource, *, name: str, cache_dir: Path, rules: Rules = Rules.CURRENT
+    source: DatasetSource,
+    *,
+    name: str,
+    cache_dir: Path,
+    rules: Rules = Rules.CURRENT,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> "Rows":
     """Find the rows that `source` names.
 
     `name` is `train`, `eval` or `also[N]`, the field of the manifest that messages begin with.
-    `datasets` stores its downloads in `cache_dir`.
+    `datasets` stores its downloads in `cache_dir`. A process that shows no activity for
+    `patience_seconds` is not waited for.
 
     Raises:
         DataError: the file does not exist, has an unsupported suffix, or the folder mixes
@@ -67,7 +79,7 @@ def open_rows(
     further = (f"spec.dataset.{name}.source", f"spec.dataset.{name}.split")
     field, split_field = FIELDS.get(name, further)
     if source.is_hub:
-        return HubRows(source, field, cache_dir)
+        return HubRows(source, field, cache_dir, patience_seconds)
     if source.split != "train":
         raise ConfigError(
             f"{split_field} {source.split!r}: the file {source.path} has only the split 'train'; "
@@ -146,7 +158,9 @@ class FileRows:
 class HubRows:
     """A split of a data set on the hub, downloaded once by `datasets`; used like `FileRows`."""
 
-    def __init__(self, source: DatasetSource, field: str, cache_dir: Path) -> None:
+    def __init__(
+        self, source: DatasetSource, field: str, cache_dir: Path, patience_seconds: float
+    ) -> None:
         self.name = source.path
         self.field = field
         self._split = source.split
@@ -155,8 +169,8 @@ class HubRows:
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity_error()
         try:
-            with without_mark():
-                self._rows = self._load(source, cache_dir / "datasets")
+            with without_mark(), hub_locks_broken("dataset", source.path, patience_seconds):
+                self._rows = self._load(source, cache_dir, patience_seconds)
         except DataError:
             raise
         except ConnectionError as error:
@@ -185,12 +199,23 @@ class HubRows:
         """Return the fingerprint that `datasets` gives this split."""
         return f"hub:{self._rows._fingerprint}"
 
-    def _load(self, source: DatasetSource, folder: Path) -> Any:
+    def _load(self, source: DatasetSource, cache_dir: Path, patience_seconds: float) -> Any:
         """Download and prepare the split.
 
         Raises:
             DataError: the name is not a repository on the hub.
         """
+        folder = cache_dir / "datasets"
+        builder = self._builder(source, folder)
+        with patient_lock(folder / source.path.replace("/", "--"), patience_seconds) as number:
+            if number > 1:
+                # A stopped process holds a lock of `datasets`, and its draft has a fixed name.
+                builder = self._builder(source, cache_dir / numbered("datasets", number))
+            builder.download_and_prepare()
+        return builder.as_dataset(split=source.split)
+
+    def _builder(self, source: DatasetSource, folder: Path) -> Any:
+        """Return the builder of the data set, which prepares it in a folder."""
         import datasets
 
         # With this prefix no local folder of the same name is read.
@@ -209,8 +234,7 @@ class HubRows:
                 f"{self.field} {source.path} names the file {foreign}, which is not in this "
                 "repository; correct data_files in its card"
             )
-        builder.download_and_prepare()
-        return builder.as_dataset(split=source.split)
+        return builder
 
 
 Rows = FileRows | HubRows

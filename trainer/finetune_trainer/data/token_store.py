@@ -3,10 +3,9 @@
 Called by `sequences.prepare` alone. A folder `KEY/` is either complete or does not exist: it is
 written as `KEY.HOST.tmp`, with its manifest of hashes last, and renamed. Processes of one machine
 are serialised by a file lock, which the kernel releases when its holder dies. Machines that share
-the folder may both write; the first rename wins.
+the folder may both write, and a process does not wait for a stopped process; the first rename wins.
 """
 
-import fcntl
 import hashlib
 import shutil
 import socket
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
+from finetune_trainer.cache_locks import numbered, patient_lock
 from finetune_trainer.config import ContractModel, DataReport
 from finetune_trainer.errors import OutputNotWritableError
 from finetune_trainer.files import recreate, sync_tree
@@ -85,7 +85,7 @@ class TokenStore:
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self._folder = cache_dir / "tokens" / key
-        self._draft = self._folder.with_name(f"{key}.{socket.gethostname()}.tmp")
+        self._draft = self._draft_of(1)
 
     def open(self) -> StoredTokens | None:
         """Map the committed arrays; None if they do not exist or are damaged."""
@@ -121,35 +121,37 @@ class TokenStore:
         manifest = Manifest(files=files, report=report, stops=dict(stops))
         (self._draft / MANIFEST).write_text(manifest.to_json())
         sync_tree(self._draft)
-        if self.open() is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
         try:
             self._draft.rename(self._folder)
         except OSError:
-            # Another machine has committed the same content meanwhile, so ours is not needed.
-            if self.open() is None:
-                raise
-            shutil.rmtree(self._draft)
+            # Another process has committed the same content meanwhile, or the entry is damaged.
+            if self.open() is not None:
+                shutil.rmtree(self._draft)
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._draft.rename(self._folder)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the lock of this folder, after waiting for other processes of this machine.
+    def lock(self, patience_seconds: float) -> Iterator[None]:
+        """Hold a lock of this folder, after waiting for processes of this machine that work.
 
         Raises:
             OutputNotWritableError: the cache folder cannot be created or written.
         """
-        path = self._folder.with_name(f"{self._folder.name}.lock")
         with ExitStack() as stack:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(path.open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                number = stack.enter_context(patient_lock(self._folder, patience_seconds))
             except OSError as error:
                 raise OutputNotWritableError(
-                    f"the token cache {path.parent} cannot be written and locked "
+                    f"the token cache {self._folder.parent} cannot be written and locked "
                     f"({error.strerror}); choose another folder"
                 ) from error
+            self._draft = self._draft_of(number)
             yield
+
+    def _draft_of(self, number: int) -> Path:
+        host = numbered(socket.gethostname(), number)
+        return self._folder.with_name(f"{self._folder.name}.{host}.tmp")
 
     def _path(self, name: str, folder: Path | None = None) -> Path:
         return (folder or self._folder) / f"{name}.bin"
