@@ -169,7 +169,7 @@ def test_a_tracker_that_hangs_costs_one_warning_and_no_step(
 
 
 def write_journal(config: TrainConfig, steps: range) -> None:
-    journal = Path(config.run_dir) / "logs/attempt-1.1/rank-0.jsonl"
+    journal = Path(config.run_dir) / f"logs/attempt-{config.job.attempt}.1/rank-0.jsonl"
     journal.parent.mkdir(parents=True, exist_ok=True)
     lines = [{"event": "step", "step": step, "time": 1e9 + step, "loss": step} for step in steps]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
