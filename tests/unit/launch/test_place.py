@@ -20,7 +20,7 @@ from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.launchers import Launch, read_launch
 from finetune_trainer.rendezvous import wait_for_rank_zero
 from finetune_trainer.world import gather_values, open_world
-from support.launch.journals import journal_in
+from support.launch.journals import journal_in, journals_in
 from support.launch.launches import free_port, train_config, until
 
 TWO_NODES = {"world": {"nnodes": 2, "nproc_per_node": 2}}
@@ -363,6 +363,18 @@ def test_out_of_memory_writes_the_state_of_the_allocator(
     events = journal_in(run_dir)
     (snapshot,) = [event for event in events if event["event"] == "memory_snapshot"]
     assert ("error" in snapshot) != is_written
+
+
+def test_a_job_that_takes_over_has_logs_of_its_own(tmp_path: Path) -> None:
+    for uid in ("uid-a", "uid-b"):
+        job = {"name": "tiny", "uid": uid, "attempt": 1}
+        config = train_config(tmp_path, world={"nproc_per_node": 1}, job=job, take_over=True)
+        entry = "support.launch.rank_entries:finish"
+        assert run_rank(config, entry, environ={}).termination.exit_code == 0
+    folders = [path.parent.name for path in journals_in(Path(config.run_dir))]
+    assert folders == ["attempt-1.1", "attempt-1.2"]
+    claims = [one["generation"] for one in journal_in(Path(config.run_dir)) if "generation" in one]
+    assert claims == [1, 1]
 
 
 def test_a_run_directory_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) -> None:
