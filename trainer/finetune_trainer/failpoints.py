@@ -1,4 +1,4 @@
-"""Kill or stop the process at named places, so that tests can prove that no state is lost.
+"""Kill, stop or freeze the process at named places, so that tests can prove that no state is lost.
 
 All parts of the trainer call `failpoint`, which reads one environment variable and does nothing
 unless it names the place. This module must not import torch, because some places are reached before
@@ -12,12 +12,13 @@ from typing import Literal, get_args
 
 from finetune_trainer.errors import ConfigError
 
-ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # comma-separated NAME[@STEP][:rank=R][:SIGTERM]
+ENV_FAILPOINT = "FINETUNE_FAILPOINT"  # comma-separated NAME[@STEP][:rank=R][:SIGNAL]
 ENV_FAILPOINT_ONCE = "FINETUNE_FAILPOINT_ONCE"  # folder with a marker file for each kill
 
 FailPoint = Literal[
     "loading",
     "tokenizing",
+    "storing-tokens",
     "restoring",
     "evaluating",
     "first-step",
@@ -36,7 +37,7 @@ FailPoint = Literal[
 POINTS: tuple[str, ...] = get_args(FailPoint)
 
 _SYNTAX = re.compile(
-    r"(?P<name>[a-z-]+)(?:@(?P<step>\d+))?(?::rank=(?P<rank>\d+))?(?P<term>:SIGTERM)?"
+    r"(?P<name>[a-z-]+)(?:@(?P<step>\d+))?(?::rank=(?P<rank>\d+))?(?::(?P<signal>SIGTERM|SIGSTOP))?"
 )
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
@@ -45,9 +46,9 @@ def failpoint(name: FailPoint, step: int = 0) -> None:
     """Kill this process with SIGKILL if the environment names this place.
 
     `FINETUNE_FAILPOINT=saving@20:rank=1` kills rank 1 while it saves step 20; without a step or a
-    rank, the first occurrence counts. `:SIGTERM` at the end sends SIGTERM instead. Commas separate
-    several places. If `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills only once: it
-    writes a marker file there before the kill, so the next attempt passes.
+    rank, the first occurrence counts. `:SIGTERM` or `:SIGSTOP` at the end selects another signal.
+    Commas separate several places. If `FINETUNE_FAILPOINT_ONCE` names a folder, each place kills
+    only once: it writes a marker file there before the kill, so the next attempt passes.
 
     Raises:
         ConfigError: The environment names an unknown place.
@@ -60,15 +61,15 @@ def failpoint(name: FailPoint, step: int = 0) -> None:
         target = _parse(text)
         is_here = target["name"] == name and target["step"] in (None, str(step))
         if is_here and target["rank"] in (None, rank) and _claim_kill(text):
-            os.kill(os.getpid(), signal.SIGTERM if target["term"] else signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[target["signal"] or "SIGKILL"])
 
 
 def _parse(text: str) -> re.Match[str]:
     match = _SYNTAX.fullmatch(text)
     if match is None or match["name"] not in POINTS:
         raise ConfigError(
-            f"{ENV_FAILPOINT} {text!r} is not a failpoint; write NAME[@STEP][:rank=R][:SIGTERM] "
-            f"with one of {', '.join(POINTS)}"
+            f"{ENV_FAILPOINT} {text!r} is not a failpoint; write "
+            f"NAME[@STEP][:rank=R][:SIGTERM|:SIGSTOP] with one of {', '.join(POINTS)}"
         )
     return match
 

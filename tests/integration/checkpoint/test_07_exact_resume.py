@@ -29,6 +29,7 @@ ALONE = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 STEPS, SAVE_EVERY, EVAL_EVERY = 8, 2, 4
 EVERY_POINT = (
     "tokenizing",
+    "storing-tokens",
     "loading",
     "evaluating@0",
     "answering@0",

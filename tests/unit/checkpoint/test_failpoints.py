@@ -52,6 +52,16 @@ def test_the_process_is_told_to_stop_where_that_is_asked_for() -> None:
     assert done.returncode == -signal.SIGTERM, done.stderr
 
 
+def test_the_process_freezes_where_sigstop_is_requested() -> None:
+    command = [sys.executable, "-c", REACH_BOTH]
+    environ = {**os.environ, ENV_FAILPOINT: "saving@2:SIGSTOP"}
+    with subprocess.Popen(command, env=environ) as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.send_signal(signal.SIGCONT)
+    assert process.returncode == 0
+
+
 def test_the_marker_file_lets_the_next_attempt_live(tmp_path: Path) -> None:
     environ = {ENV_FAILPOINT: "saving@2", ENV_FAILPOINT_ONCE: str(tmp_path / "killed")}
     codes = [run(REACH_BOTH, **environ).returncode for _ in range(2)]

@@ -30,6 +30,7 @@ from finetune_trainer.data.share import EmptySideError, Side
 from finetune_trainer.data.source import open_rows
 from finetune_trainer.data.token_store import Sequence, StoredTokens, TokenStore
 from finetune_trainer.errors import DataError, TrainerError
+from finetune_trainer.failpoints import failpoint
 
 __all__ = ["Sequence", "TokenDataset", "fit", "prepare"]
 
@@ -277,6 +278,7 @@ def _tokenize(
     try:
         with closing(_encoded(encoder, rows, tally, stops, start)) as encoded:
             store.write(encoded)
+        failpoint("storing-tokens")
         store.commit(_report(tally, config, rows), stops)
     except OSError as error:
         raise TrainerError(
