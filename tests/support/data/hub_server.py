@@ -20,6 +20,9 @@ class HubServer(ThreadingHTTPServer):
     Attributes:
         url: For HF_ENDPOINT.
         downloads: Files that were sent, each as `ORG/NAME/FILE`, in order.
+        held: File that `hold` has named; None before.
+        is_requested: Set by the first request for the held file.
+        is_released: The held file is sent once this is set.
     """
 
     daemon_threads = True
@@ -29,6 +32,14 @@ class HubServer(ThreadingHTTPServer):
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.downloads: list[str] = []
+        self.held: str | None = None
+        self.is_requested, self.is_released = threading.Event(), threading.Event()
+
+    def hold(self, name: str) -> None:
+        """Hold a file back until `is_released` is set."""
+        self.held = name
+        self.is_requested.clear()
+        self.is_released.clear()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,7 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = file.read_bytes()
         if self.command == "GET":
-            self.server.downloads.append("/".join([*rest[:2], *rest[4:]]))
+            name = "/".join([*rest[:2], *rest[4:]])
+            self.server.downloads.append(name)
+            if name == self.server.held:
+                self.server.is_requested.set()
+                self.server.is_released.wait()
         headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT}
         self._send(200, content, headers)
 

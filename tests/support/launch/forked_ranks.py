@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from finetune_trainer.checkpoint.shards import read_shards
 from finetune_trainer.config import Termination, TrainConfig
 from finetune_trainer.control import leave
-from finetune_trainer.launch.rank_report import RankReport
+from finetune_trainer.launch.rank_report import DEFAULT_ENTRY, RankReport
 from finetune_trainer.launch.worker import run_rank
 from finetune_trainer.unused_packages import hide_unused
 from support.launch.journals import journal_in
@@ -37,15 +37,16 @@ class Ranks:
         config: TrainConfig,
         environ: Mapping[str, str] | None = None,
         context: Forks | None = None,
+        entry: str = DEFAULT_ENTRY,
     ) -> None:
-        """Start them."""
+        """Start them; `entry` is `module:function` of a rank's work."""
         context = context or forkserver()
         self.config = config
         port = str(free_port())
         self.processes: list[BaseProcess] = [
             context.Process(
                 target=_be_rank,
-                args=(config.to_json(), rank, port, dict(environ or {})),
+                args=(config.to_json(), rank, port, dict(environ or {}), entry),
                 daemon=True,
             )
             for rank in range(config.world.world_size)
@@ -109,7 +110,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _be_rank(text: str, rank: int, port: str, environ: dict[str, str]) -> None:
+def _be_rank(text: str, rank: int, port: str, environ: dict[str, str], entry: str) -> None:
     config = TrainConfig.model_validate_json(text)
     world = str(config.world.world_size)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
@@ -120,6 +121,6 @@ def _be_rank(text: str, rank: int, port: str, environ: dict[str, str]) -> None:
         Path(f"{config.termination_path}.{rank}").write_text(report.termination.to_json())
 
     hide_unused(config)
-    report = run_rank(config, report_end=report_end)
+    report = run_rank(config, entry, report_end=report_end)
     report_end(report)
     leave(report.termination.exit_code)

@@ -27,36 +27,13 @@ import psutil
 from finetune_trainer.config import Progress, TrainConfig
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINTS
 from support.launch.journals import journal_in
-from support.launch.launches import clean_environment, train_config
+from support.launch.launches import clean_environment
+from support.launch.series_runs import SAVE_EVERY, STEPS, Outcome, draw_point, series_config
 from support.launch.tiny_run import write_inputs
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
-STEPS, SAVE_EVERY, EVAL_EVERY = 8, 2, 4
 MOST_RESTARTS = 30
 LONGEST_RUN_SECONDS = 300
-
-_EVERY_STEP = range(1, STEPS + 1)
-_SAVES = range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)
-# Where a run of `STEPS` steps comes by, and on which ranks; 0 where the point has no step.
-_PLACES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "tokenizing": ((0,), (0, 1)),
-    "loading": ((0,), (0, 1)),
-    "evaluating": ((0, 4, 8), (0, 1)),
-    "answering": ((0, 8), (0,)),
-    "first-step": ((1,), (0, 1)),
-    "mid-accumulation": (tuple(_EVERY_STEP), (0, 1)),
-    "before-optimizer": (tuple(_EVERY_STEP), (0, 1)),
-    "after-optimizer": (tuple(_EVERY_STEP), (0, 1)),
-    "saving": (tuple(_SAVES), (0,)),
-    "before-manifest": (tuple(_SAVES), (0, 1)),
-    "before-commit": (tuple(_SAVES), (0,)),
-    "after-commit": (tuple(_SAVES), (0,)),
-    "retention": ((6,), (0,)),
-    "restoring": ((0,), (0, 1)),
-    "exporting": ((8,), (0,)),
-    "before-publish": ((8,), (0,)),
-}
-assert set(_PLACES) == set(POINTS)
 
 
 @dataclass(frozen=True)
@@ -96,28 +73,13 @@ def draw_kill(rng: random.Random) -> Kill:
     if rng.random() < 0.5:
         return Kill(rank=rng.randrange(2), share=rng.random(), in_training=rng.random() < 0.6)
     name = rng.choice(POINTS)
-    steps, ranks = _PLACES[name]
-    step, rank = rng.choice(steps), rng.choice(ranks)
+    point = draw_point(rng, name)
     if name != "restoring":
-        return Kill(points=(f"{name}@{step}:rank={rank}",))
+        return Kill(points=(point,))
     # Nobody restores before something else went wrong; when the second save has begun, the first
     # is committed.
     first = f"after-optimizer@{rng.randint(2 * SAVE_EVERY + 1, STEPS)}:rank={rng.randrange(2)}"
-    return Kill(points=(first, f"restoring:rank={rank}"))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All that must be the same: weights by file, and each step's and evaluation's numbers."""
-
-    weights: dict[str, str]
-    steps: dict[int, tuple[float, ...]]
-    evaluations: dict[int, float]
-
-    def difference(self, other: "Outcome") -> str:
-        """Name what differs, or return nothing."""
-        names = ("weights", "steps", "evaluations")
-        return ", ".join(name for name in names if getattr(self, name) != getattr(other, name))
+    return Kill(points=(first, point))
 
 
 @dataclass
@@ -238,26 +200,7 @@ class Series:
         folder = self._root / name
         shutil.rmtree(folder, ignore_errors=True)  # of a kill that came too late
         folder.mkdir()
-        config = train_config(
-            folder,
-            world=world,
-            model={"path": str(self._inputs / "model")},
-            data={
-                "train": {"path": str(self._inputs / "train.jsonl")},
-                "eval": {"path": str(self._inputs / "eval.jsonl")},
-                "max_seq_len": 64,
-            },
-            strategy={"type": strategy},
-            training={
-                "max_steps": STEPS,
-                "eval_every_steps": EVAL_EVERY,
-                "learning_rate": 1e-2,
-                # Shows whether a resumed run draws the masks of the unbroken one.
-                "dropout": 0.1,
-            },
-            checkpoint={"every_steps": SAVE_EVERY},
-            telemetry={"sample_prompts": ["What is 1 plus 1?"]},
-        )
+        config = series_config(folder, self._inputs, strategy, world=world)
         run = Run(folder, config)
         if kill is not None and kill.points:
             run.environ[ENV_FAILPOINT] = ",".join(kill.points)

@@ -142,8 +142,12 @@ def until(condition: Callable[[], bool], timeout: float = 150) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
+    return state_of(pid) not in "ZX"
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state in /proc; X if the process is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return "X"
