@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
@@ -118,13 +118,29 @@ class _Rank:
 
     def _run(self, entry: str) -> RankReport:
         self._stop.install()
-        termination, verdict = guard(lambda: self._work(entry), on_error=self._log_error)
+        termination, verdict = guard(lambda: self._fenced_work(entry), on_error=self._log_error)
         if verdict is not None and verdict.is_own_fault:
             termination = termination.model_copy(update={"rank": self._rank})
         if self._telemetry is not None:
             termination = _close(self._telemetry, termination)
         is_collateral = verdict is not None and verdict.is_collateral
         return self._report(termination, is_collateral=is_collateral)
+
+    def _fenced_work(self, entry: str) -> Termination:
+        """Do the work; if it fails, check the claims first.
+
+        The error may be a consequence: a later attempt deletes earlier checkpoints, for example.
+
+        Raises:
+            OvertakenError: The work has failed, and a later attempt owns the folders.
+            Exception: The work has failed.
+        """
+        try:
+            return self._work(entry)
+        except Exception:
+            with suppress(OSError):  # the state of the claims is unknown
+                self._check_claims(0.0)
+            raise
 
     def _work(self, entry: str) -> Termination:
         config, environ, stop = self._config, self._environ, self._stop
