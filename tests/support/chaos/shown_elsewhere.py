@@ -110,6 +110,20 @@ PROCESSES = (
         shown_by=f"{COMMITS}::test_a_kill_while_saving_loses_no_step_beyond_the_last_commit",
     ),
     Case(
+        "an attempt is frozen, and wakes beside the next attempt",
+        "SIGSTOP of all its processes while it tokenises, saves or restores, and SIGCONT",
+        Truth(
+            C.OVERTAKEN,
+            words=("attempt 2 now writes to the folder", "its end is as without the freeze"),
+            resumes=LAST_COMMIT,
+        ),
+        Place.PROCESSES,
+        shown_by=(
+            "tests/integration/checkpoint/test_failover_series.py"
+            "::test_an_attempt_that_was_frozen_wakes_and_the_next_attempt_is_not_disturbed"
+        ),
+    ),
+    Case(
         "the newest checkpoint is damaged",
         "each of its files is cut, changed or removed",
         Truth(words=("the checkpoint before is restored",), resumes="the checkpoint before"),
