@@ -24,7 +24,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetune_trainer.config import Phase
+from finetune_trainer.config import ExitCode, Phase
 from finetune_trainer.failpoints import ENV_FAILPOINT, ENV_FAILPOINT_ONCE, POINTS
 from support.checkpoint.lagging_layer import LaggingLayer, lagging_layer
 from support.data.hub_server import HubServer, hub_of
@@ -199,6 +199,7 @@ class _Life:
         frozen = self._freeze(undisturbed, seconds)
         if frozen is None:
             return None
+        had_exported = bool(self.job().of(len(self.attempts), "exported"))
         patience = self.series.patience_seconds
         last, number = self.begin(mount=1), len(self.attempts)
         if self.case.wakes_in_training:
@@ -212,7 +213,8 @@ class _Life:
         left_seconds = time.monotonic() - woken
         self.until(lambda: last.is_gone, patience + END_SECONDS)
         job = self.job()
-        self.wrong += judge_woken(frozen.code(), frozen.termination)
+        if not (had_exported and frozen.code() == ExitCode.DONE):
+            self.wrong += judge_woken(frozen.code(), frozen.termination)
         self.wrong += judge(job, last.code(), number, undisturbed.outcome)
         wait = job.silence(number)
         if wait > patience + SLACK_SECONDS:
