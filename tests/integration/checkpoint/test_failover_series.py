@@ -22,6 +22,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
         yield Series(root, layer, start=start_forked, patience_seconds=20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_attempt_that_was_frozen_wakes_and_the_next_attempt_is_not_disturbed(
     series: Series, case: Case
