@@ -49,11 +49,12 @@ def main() -> None:
     # The processes that were started end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-tenants is terminated"))
     measured: Result = {}
+    place = {"commit": commit(), "machine": machine()}
     if options.large:
-        measured["large"] = in_cluster(options, options.large, create_large)
+        measured["large"] = in_cluster(options, options.large, create_large) | place
     if options.jobs:
-        measured["many"] = in_cluster(options, options.jobs, create_many)
-    text = json.dumps({**measured, "commit": commit(), "machine": machine()}, indent=2)
+        measured["many"] = in_cluster(options, options.jobs, create_many) | place
+    text = json.dumps(measured, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
