@@ -83,23 +83,33 @@ class WatchEvent:
         return str(self.object["metadata"]["resourceVersion"])
 
 
+OUTAGE_SECONDS = 15.0
+"""Time without any response after which the API server counts as unavailable."""
+
+
 @dataclass
 class CallCounts:
     """Number of requests by verb, resource and HTTP status; status 0 means no response.
 
     Attributes:
-        unavailable_at: When a request last had no response, on the loop's clock.
+        responded_at: When a request last had a response, on the loop's clock.
+        unavailable_at: When the API server was last unavailable: a request had no response, nor had
+            any other request in the `OUTAGE_SECONDS` before.
     """
 
     by_kind: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    responded_at: float = -math.inf
     unavailable_at: float = -math.inf
 
     def add(self, verb: str, resource: str, status: int) -> None:
         """Count one request."""
         key = (verb, resource, status)
         self.by_kind[key] = self.by_kind.get(key, 0) + 1
-        if status == 0:
-            self.unavailable_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        if status:
+            self.responded_at = now
+        elif now - self.responded_at > OUTAGE_SECONDS:
+            self.unavailable_at = now
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RunDirectory:
         self._is_released = True
 
     def _check_owner(self, path: Path) -> None:
-        """Check the claims if the progress at `path` is of a later attempt.
+        """Check the claims after a pause, and if the progress at `path` is of a later attempt.
 
         A job that takes over the folders of an earlier job counts from 1, so its own attempt may be
         the lower one.
@@ -96,6 +96,7 @@ class RunDirectory:
         Raises:
             OvertakenError: The later attempt owns the folder.
         """
+        self._check(SECONDS_OF_A_PAUSE)
         try:
             found = Progress.read(path)
         except (FileNotFoundError, ValidationError):

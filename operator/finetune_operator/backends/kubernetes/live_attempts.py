@@ -50,6 +50,7 @@ from finetune_operator.backends.kubernetes.silence import silent_component
 from finetune_operator.backends.kubernetes.silent_nodes import (
     SilentNodes,
     earliest,
+    obstacle_of_unfenced,
     warning_about,
 )
 from finetune_operator.backends.kubernetes.submit import handle_of, submit
@@ -151,6 +152,8 @@ class LiveAttempts:
             self._forget(handle.uid)
         elif batch_job is not None and seen.phase in (AttemptPhase.PENDING, AttemptPhase.RUNNING):
             return await self._observe_unfinished(seen, handle, batch_job, pods)
+        if seen.phase is AttemptPhase.FAILED:
+            seen = replace(seen, obstacle=obstacle_of_unfenced(pods))
         ends = (self._lost.seconds_left(one.pod) for one in pods if one.holds_node)
         again = earliest(seen.requeue_seconds, *ends)
         return replace(seen, warning=warning_about(pods), requeue_seconds=again)

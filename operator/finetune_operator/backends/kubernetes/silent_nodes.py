@@ -28,7 +28,7 @@ LOST_STEPS = 5
 """The same in steps, for an attempt whose steps take longer."""
 
 LONG_PHASE_SECONDS = 900.0
-"""The same in phases without steps, such as an evaluation."""
+"""The same in phases without steps, such as an evaluation, and while no step was measured."""
 
 HEARD_SECONDS = 60.0
 """Rank 0 must have responded at most this time, and two reads, before the node was marked."""
@@ -41,7 +41,8 @@ class _Advance:
     Attributes:
         place: Phase, step and newest checkpoint.
         at: When they were first seen.
-        step_seconds: Duration of a step between the last two changes.
+        stepped_at: When the step last changed; None if no change was seen.
+        step_seconds: Duration of a step between the last two changes of it; None if unknown.
         heard_at: When rank 0 last responded.
         is_unproven: Whether a node was silent at the first observation by this process, and rank 0
             has not advanced since.
@@ -49,7 +50,8 @@ class _Advance:
 
     place: tuple[Phase, int, int] | None
     at: float
-    step_seconds: float = 0.0
+    stepped_at: float | None = None
+    step_seconds: float | None = None
     heard_at: float = -math.inf
     is_unproven: bool = False
 
@@ -66,7 +68,9 @@ class _Advance:
         if last is not None:
             self.is_unproven = False
             if report.step > last[1]:
-                self.step_seconds = (now - self.at) / (report.step - last[1])
+                if self.stepped_at is not None:
+                    self.step_seconds = (now - self.stepped_at) / (report.step - last[1])
+                self.stepped_at = now
         self.place, self.at = place, now
 
 
@@ -165,6 +169,15 @@ _UNFENCED = (
 )
 
 
+def obstacle_of_unfenced(pods: Sequence[Verdict]) -> Obstacle | None:
+    """Return the obstacle to the next attempt if a silent node may hold its folders; or None."""
+    for one in _silent(pods):
+        if not one.pod.is_fenced:
+            message = f"{one.sentence}; {_UNFENCED}"
+            return Obstacle(KubernetesReason.NODE_NOT_RESPONDING, message, Effect.STALLED)
+    return None
+
+
 def warning_about(pods: Sequence[Verdict]) -> str:
     """Return node, time and remedy of the first pod whose node does not respond; or empty."""
     states = (PodState.UNREACHABLE, PodState.LOST)
@@ -178,9 +191,10 @@ def earliest(*delays: float | None) -> float | None:
 
 def _limit_of(advance: _Advance, interval_seconds: float) -> float:
     """Return the longest time without progress of an attempt that has not lost its node."""
-    if advance.place is None or advance.place[0] is not Phase.TRAINING:
+    step_seconds = advance.step_seconds
+    if advance.place is None or advance.place[0] is not Phase.TRAINING or step_seconds is None:
         return LONG_PHASE_SECONDS
-    return max(LOST_SECONDS, LOST_STEPS * advance.step_seconds, 2 * interval_seconds)
+    return max(LOST_SECONDS, LOST_STEPS * step_seconds, 2 * interval_seconds)
 
 
 def _loss_of(pod: Verdict) -> Termination:

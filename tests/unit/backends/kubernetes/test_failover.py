@@ -8,8 +8,15 @@ import pytest
 
 from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.labels import FENCED_ANNOTATION
-from finetune_operator.kube.resources import FINE_TUNE_PROFILES, JOBS, PODS, Object, Resource
-from finetune_trainer.config import ExitCode, FailureClass, Phase
+from finetune_operator.kube.resources import (
+    FINE_TUNE_JOBS,
+    FINE_TUNE_PROFILES,
+    JOBS,
+    PODS,
+    Object,
+    Resource,
+)
+from finetune_trainer.config import CheckpointRef, ExitCode, FailureClass, Phase, Progress
 from support.chaos.life import ready
 from support.chaos.played_cluster import PlayedCluster, is_alive
 from support.kernel.virtual_time import run
@@ -129,6 +136,24 @@ def test_a_suspended_job_does_not_wait_for_a_lost_node() -> None:
     play(story)
 
 
+def test_a_deadline_does_not_wait_for_a_lost_node() -> None:
+    async def story(cluster: PlayedCluster) -> None:
+        await lose_node(cluster)
+        await cluster.until(lambda: cluster.status["phase"] == "Failed", 400)
+        assert attempts(cluster)[-1]["failureClass"] in ("DeadlineExceeded", "NodeLost")
+
+    play(story, deadlines={"activeSeconds": 100})
+
+
+def test_a_deleted_job_does_not_wait_for_a_lost_node() -> None:
+    async def story(cluster: PlayedCluster) -> None:
+        await lose_node(cluster)
+        await cluster.api.delete(FINE_TUNE_JOBS, "tiny", "ns")
+        await cluster.until(lambda: not cluster.api.objects(FINE_TUNE_JOBS), 400)
+
+    play(story)
+
+
 def test_a_volume_that_a_lost_node_holds_is_named_with_the_node() -> None:
     async def story(cluster: PlayedCluster) -> None:
         cluster.has_scheduler = False
@@ -236,13 +261,34 @@ async def take_ten_minutes_per_evaluation(cluster: PlayedCluster) -> None:
     del cluster._progress
 
 
+def take_long_steps(cluster: PlayedCluster) -> None:
+    """Let a step take five minutes, with a checkpoint 20 s before the end of each."""
+    played, begun = cluster._progress, cluster.now
+
+    def progress() -> Progress:
+        steps, seconds = divmod(int((cluster.now - begun).total_seconds()), 300)
+        saved = 99 + steps + (seconds >= 280)
+        saves = CheckpointRef(step=saved, path=f"/c/step-{saved}", time=0.0, world_size=2)
+        return played().model_copy(update={"step": 100 + steps, "checkpoint": saves})
+
+    cluster._progress = progress  # type: ignore[method-assign]
+
+
 async def take_five_minutes_per_step(cluster: PlayedCluster) -> None:
-    played = cluster._progress
-    cluster._progress = lambda: played().model_copy(  # type: ignore[method-assign]
-        update={"step": 100 + cluster.step // 300, "checkpoint": None}
-    )
+    take_long_steps(cluster)
     await cluster.live(900, 5)
     await cluster.mark_silent(1, 1)
+    await cluster.live(900, 5)
+    del cluster._progress
+
+
+async def restart_operator_in_a_step(cluster: PlayedCluster) -> None:
+    """Restart the operator beside a silent node, 20 s before the end of a step."""
+    take_long_steps(cluster)
+    await cluster.live(800, 5)
+    await cluster.mark_silent(1, 1)
+    await cluster.live(80)
+    cluster.start_process()
     await cluster.live(900, 5)
     del cluster._progress
 
@@ -268,6 +314,7 @@ async def restart_operator(cluster: PlayedCluster) -> None:
         block_page,
         take_ten_minutes_per_evaluation,
         take_five_minutes_per_step,
+        restart_operator_in_a_step,
         restart_operator,
     ],
 )
@@ -287,7 +334,7 @@ def test_a_node_that_only_seems_lost_costs_no_attempt(fault: Story) -> None:
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_wrong_makes_no_pod_lost(hours: int) -> None:
     async def story(cluster: PlayedCluster) -> None:
-        cluster.now += timedelta(hours=hours)
+        cluster.api.now = lambda: cluster.now + timedelta(hours=hours)
         await cluster.change(suspend=True)
         await cluster.live(1)
         assert cluster.status["phase"] == "Suspending"

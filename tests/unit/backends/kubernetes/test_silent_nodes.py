@@ -112,6 +112,10 @@ def test_an_attempt_that_waits_for_a_pod_on_a_silent_node_names_the_node() -> No
         await pass_time(world, 20)
         assert world.job["status"]["phase"] == "Restarting"
         assert REMEDY in message(world)
+        stalled = world.condition("Stalled")
+        assert (stalled["status"], stalled["reason"]) == ("True", "NodeNotResponding")
+        assert "node node-1 of pod tiny-1-1 has not responded since" in stalled["message"]
+        assert "out-of-service" in stalled["message"]
         assert world.attempts == ["tiny-1"]
         await world.api.delete(PODS, "tiny-1-1", "ns", grace_seconds=30)
         await pass_time(world, 300)
