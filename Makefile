@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -90,8 +90,12 @@ grids: install  ## Compile six model families in each way, and trace the memory 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/kill_series.py $(N) "$(SEED)"
 
-failover-series: install  ## Freeze attempts beside the next attempt, wake them and compare (N=50, SEED=7, CASE=12)
-	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/failover_series.py $(N) "$(or $(SEED),0)" $(if $(CASE),--case $(CASE))
+failover-series: install  ## Freeze attempts beside the next attempt, wake them and compare (N=50, SEED=7, FIRST=20, CASE=12)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/failover_series.py $(N) "$(or $(SEED),0)" $(if $(FIRST),--first $(FIRST)) $(if $(CASE),--case $(CASE))
+
+# Needs the package libfaketime, and KUBEBUILDER_ASSETS with Kubernetes' controllers.
+apparent-losses: install  ## Cause 20 jobs faults that only look like a lost node (16 min)
+	PYTHONPATH=tests $(BIN)/python tests/support/chaos/apparent_losses.py
 
 interleavings: install  ## Let two jobs and their attempts meet in one folder at random (COUNT=200, SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/support/checkpoint/writers.py "$(or $(SEED),0)" $(COUNT)

@@ -5,6 +5,7 @@ machine, which every played pod has.
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from finetune_operator.kube.api_errors import UnavailableError
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.resources import LEASES, NODES, PODS, Object, Resource
 from finetune_trainer.config import Progress
@@ -82,7 +84,6 @@ async def played_node(
         The task that renews its heartbeat; the node is silent once it is cancelled.
     """
     size = {"cpu": "4k", "memory": "4Ti", "pods": pods}
-    ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
     made = {
         "metadata": {
             "name": name,
@@ -97,12 +98,13 @@ async def played_node(
     await client.create(NODES, made)
     lease = {"holderIdentity": name, "leaseDurationSeconds": _LEASE_SECONDS, "renewTime": _now()}
     await client.create(LEASES, {"metadata": {"name": name}, "spec": lease}, "kube-node-lease")
-    status = {"capacity": size, "allocatable": size, "conditions": [ready]}
+    status = {"capacity": size, "allocatable": size}
     await client.patch(NODES, name, None, {"status": status}, subresource="status")
+    await report_ready(client, name)
     # The controller taints a new node until it has seen it ready.
     taints = {"spec": {"taints": [{"key": LABEL, "effect": "NoSchedule"}]}}
     await client.patch(NODES, name, None, taints)
-    heart = asyncio.create_task(_keep_ready(client, name))
+    heart = asyncio.create_task(keep_ready(client, name))
     try:
         yield heart
     finally:
@@ -112,11 +114,22 @@ async def played_node(
         await client.delete(LEASES, name, "kube-node-lease")
 
 
-async def _keep_ready(client: KubeClient, name: str) -> None:
-    """Renew the node's heartbeat; one that is silent takes no pods, and then loses its own."""
+async def report_ready(client: KubeClient, name: str) -> None:
+    """Renew the heartbeat of a node, and report that it is ready."""
+    now = _now()
+    await client.patch(LEASES, name, "kube-node-lease", {"spec": {"renewTime": now}})
+    ready = {"type": "Ready", "status": "True", "reason": "Played", "message": ""}
+    ready |= {"lastHeartbeatTime": now, "lastTransitionTime": now}
+    status = {"status": {"conditions": [ready]}}
+    await client.patch(NODES, name, None, status, subresource="status")
+
+
+async def keep_ready(client: KubeClient, name: str) -> None:
+    """Renew the heartbeat of a node; a node without it gets no pods, and later loses its own."""
     while True:
         await asyncio.sleep(_LEASE_SECONDS / 4)
-        await client.patch(LEASES, name, "kube-node-lease", {"spec": {"renewTime": _now()}})
+        with contextlib.suppress(UnavailableError):  # as a kubelet, it retries
+            await client.patch(LEASES, name, "kube-node-lease", {"spec": {"renewTime": _now()}})
 
 
 def profile_nodes(name: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Jobs of two nodes that train on played pods, and their children as others might change them."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import JOB_UID_LABEL
@@ -41,17 +42,27 @@ async def training(
     *,
     running: int,
     backends: Sequence[str] = ("kubernetes", "aks"),
-) -> AsyncIterator[None]:
-    """Have so many jobs whose pods run on a played node; their profile is called as the node.
+    nodes: int = 1,
+) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
+    """Have so many jobs whose pods run on played nodes, with a profile of the same name.
 
     The jobs name the backend by each of `backends` in turn.
+
+    Yields:
+        The tasks that renew the heartbeats of the nodes, by the name of the node.
     """
     spec = profile(nodes=profile_nodes(name)).model_dump(
         by_alias=True, exclude_none=True, mode="json"
     )
     kind = {"apiVersion": FINE_TUNE_PROFILES.api_version, "kind": FINE_TUNE_PROFILES.kind}
     made = {**kind, "metadata": {"name": name}, "spec": spec}
-    async with played_node(client, name), bound_claims(client, CLAIMS, namespace):
+    async with AsyncExitStack() as stack:
+        hearts = {}
+        for node in [f"{name}-{number}" for number in range(nodes)]:
+            room = str(math.ceil(running * NODES / nodes))
+            entered = played_node(client, node, group=name, pods=room)
+            hearts[node] = await stack.enter_async_context(entered)
+        await stack.enter_async_context(bound_claims(client, CLAIMS, namespace))
         await client.create(FINE_TUNE_PROFILES, made)
         for number in range(running):
             backend = backends[number % len(backends)]
@@ -66,7 +77,7 @@ async def training(
                         await run_pod(client, pod, own_address())
                         placed.add(pod["metadata"]["name"])
         try:
-            yield
+            yield hearts
         finally:
             await client.delete(FINE_TUNE_PROFILES, name)
 

@@ -322,11 +322,11 @@ def main() -> int:
     parser.add_argument("count", type=int, help="how many cases")
     parser.add_argument("seed", type=int)
     parser.add_argument("--case", type=int, help="number of the only case to run")
+    parser.add_argument("--first", type=int, default=1, help="number of the first case to run")
     options = parser.parse_args()
     seed, count = options.seed, options.count
-    cases = list(islice(draw_cases(seed), options.case or count))
-    if options.case:
-        cases = cases[-1:]
+    first, last = (options.case, options.case) if options.case else (options.first, count)
+    cases = list(islice(draw_cases(seed), first - 1, last))
     print(f"seed {seed}; the same series again: make failover-series N={count} SEED={seed}")
     root = Path(tempfile.mkdtemp(prefix="failover-series-"))
     results = []
