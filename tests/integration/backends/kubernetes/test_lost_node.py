@@ -27,6 +27,9 @@ from support.kernel.loop_thread import LoopThread, loop_thread
 from support.kubernetes.kubernetes_cases import JOB, profile
 
 SPARE_NODES = 3
+TRAINS_SECONDS = 45
+"""Time in which the operator reads at least three steps."""
+
 PARTNER_FAILS_SECONDS = 20
 EVICTION_SECONDS = 300
 """Time after which Kubernetes itself evicts the pods of a node that does not respond."""
@@ -38,12 +41,14 @@ class Gang:
     """A job of two nodes, each with room for one pod, and a third node.
 
     Attributes:
+        page: Progress of rank 0.
         hearts: Tasks that renew the heartbeat of the nodes, by the name of the node.
         placed_seconds: Time from the silence until the next attempt had its nodes.
         seen: Times since the silence in seconds, with reason and message of Ready from then on.
     """
 
     job: PlayedJob
+    page: ProgressServer
     hearts: dict[str, asyncio.Task[None]]
     seen: list[tuple[int, str, str]] = field(default_factory=list)
     placed_seconds: float | None = None
@@ -75,7 +80,7 @@ def gang(api: Api, loop: LoopThread, namespace: str) -> Iterator[Gang]:
                     "observability__metricsPort": page.port,
                 },
             )
-            yield Gang(PlayedJob(api, namespace), hearts)
+            yield Gang(PlayedJob(api, namespace), page, hearts)
     finally:
         loop.run(stack.aclose())
 
@@ -84,6 +89,7 @@ def name_of(pod: Object) -> str:
     return str(pod["metadata"]["name"])
 
 
+@pytest.mark.timeout(EVICTION_SECONDS + 180)
 @pytest.mark.parametrize(
     "cluster", [pytest.param("real", marks=pytest.mark.cluster)], indirect=True
 )
@@ -100,6 +106,10 @@ def test_a_job_on_a_silent_node_continues_on_other_nodes(api: Api) -> None:
             one.job.run_pods("tiny-1")
             wait_until(partial(one.job.is_told, "Running", 1), 60, "attempt 1 trains")
             lost[one.job.namespace] = one.job.pods("tiny-1")[1]
+        for step in range(8, 8 + TRAINS_SECONDS):
+            for one in gangs:
+                one.page.progress = one.page.progress.model_copy(update={"step": step})
+            time.sleep(1)
         begun = time.monotonic()
         for one in gangs:
             node = lost[one.job.namespace]["spec"]["nodeName"]
