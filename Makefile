@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -155,6 +155,8 @@ format: install  ## Format the code and fix what ruff can fix
 
 wheel-check:  ## Install wheel and sdist as users do (needs uv; WHEEL_ARGS="--trainer torch==2.13.0" installs torch, too)
 	$(or $(wildcard $(BIN)/python),python3) tests/support/docs/wheel_check.py $(WHEEL_ARGS)
+
+generate: crd dashboards  ## Generate everything that comes from the code: make crd and make dashboards
 
 crd: install  ## Generate crds/, the chart's files, install.yaml (by helm) and docs/reference
 	$(BIN)/ftctl crd --write crds

@@ -12,7 +12,7 @@ CORPUS = Path(__file__).parents[2] / "tests" / "corpus" / "chat_templates"
 _HEAD = """\
 # Models and chat templates
 
-Generated from `tests/corpus/chat_templates`; `make crd` writes it.
+Generated from `tests/corpus/chat_templates`; `make generate` writes it.
 
 Any chat template works by the same rules ([data](../trainer.md#data)). These are tested, each with
 four conversations:
@@ -49,7 +49,9 @@ def page() -> str:
 def _models(case: dict[str, Any]) -> str:
     """Return the models, with their `spec.model.chatTemplateArguments`."""
     arguments = case.get("arguments", {}).items()
-    return case["models"] + "".join(f", `{name}: {value}`".lower() for name, value in arguments)
+    return str(case["models"]) + "".join(
+        f", `{name}: {value}`".lower() for name, value in arguments
+    )
 
 
 def _order(name: str) -> tuple[str, str]:

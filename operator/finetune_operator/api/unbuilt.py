@@ -4,7 +4,7 @@
 table is removed when the value is supported.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ class Unbuilt:
 
     Attributes:
         path: Path below `spec`; `[]` stands for every item of a list.
-        is_built: Whether a value is supported.
+        values: The supported values; empty if no value has an effect.
         advice: Remedy for users.
     """
 
     path: str
-    is_built: Callable[[Any], bool]
+    values: tuple[Any, ...]
     advice: str
 
 
@@ -32,12 +32,12 @@ def only(path: str, *values: Any) -> Unbuilt:
     """Return the entry of a field that supports only these values."""
     words = [str(value) for value in values]
     listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-    return Unbuilt(path, lambda value: value in values, f"use {listed}")
+    return Unbuilt(path, values, f"use {listed}")
 
 
 def unset(path: str, advice: str = "remove it") -> Unbuilt:
     """Return the entry of a field without any effect."""
-    return Unbuilt(path, lambda value: False, advice)
+    return Unbuilt(path, (), advice)
 
 
 _FAILURES = tuple(one.value for one in FailureClass if one is not FailureClass.COMPLETED)
@@ -63,7 +63,7 @@ def check_fields(value: Any, table: Iterable[Unbuilt], complaint: str) -> Iterat
     """Yield a finding with this complaint for each value that `table` marks as unsupported."""
     for entry in table:
         for path, item in _values_at(value, ("spec", *entry.path.split("."))):
-            if not entry.is_built(item):
+            if item not in entry.values:
                 shown = f"{show_value(item)} " if is_scalar(item) else ""
                 yield Finding(path, f"{shown}{complaint}; {entry.advice}")
 

@@ -22,6 +22,8 @@ _OPTIONAL = (
     "output", "restartPolicy.rules", "queue", "podTemplate",
 )  # fmt: skip
 _BACKEND = "backend"
+ONLY_WHILE_SUSPENDED = (*_ALWAYS_PRESENT, *_OPTIONAL, _BACKEND)
+"""Fields that may change only while the job is suspended, with all fields below them."""
 _FROZEN = (
     "model", "dataset", "method", "training.globalBatchSize", "training.maxSeqLength",
     "training.epochs", "training.maxSteps", "training.packing", "training.seed", "checkpoint.uri",
@@ -98,9 +100,10 @@ def _is_same(field: str) -> str:
 
 def changes_only_while_suspended() -> Rule:
     """Return the rule on the whole object that guards every field which an attempt depends on."""
-    fields = (*_ALWAYS_PRESENT, *_OPTIONAL, _BACKEND)
-    same = " && ".join(_is_same(field) for field in fields)
-    changed = " + ".join(f"({_is_same(field)} ? '' : ' spec.{field}')" for field in fields)
+    same = " && ".join(_is_same(field) for field in ONLY_WHILE_SUSPENDED)
+    changed = " + ".join(
+        f"({_is_same(field)} ? '' : ' spec.{field}')" for field in ONLY_WHILE_SUSPENDED
+    )
     return Rule(
         f"{_WRITES_STATUS} || oldSelf.spec.suspend || ({same})",
         _WRONG + _DO,
@@ -116,7 +119,7 @@ def changes_of_training(old: ApiModel, new: ApiModel) -> list[str]:
 
 def changes_that_suspend(old: ApiModel, new: ApiModel) -> list[str]:
     """Return the changed fields that the API accepts only while a job is suspended."""
-    return _changed(old, new, (*_ALWAYS_PRESENT, *_OPTIONAL, _BACKEND))
+    return _changed(old, new, ONLY_WHILE_SUSPENDED)
 
 
 def _changed(old: ApiModel, new: ApiModel, paths: Iterable[str]) -> list[str]:

@@ -29,7 +29,7 @@ MAX_CONFIG_BYTES = 120 * 1024
 
 SIZE_FIELD = "spec.topology.instanceType"
 
-_NO_EFFECT = (
+NO_EFFECT = (
     unset(
         "model.tokenSecretRef",
         "remove it, because everyone who can read the job in Azure ML would see it; copy the data "
@@ -82,7 +82,7 @@ def missing_library() -> list[Problem]:
 
 def impossible(job: FineTuneJob) -> list[Problem]:
     """Return the problems that would exist with any profile."""
-    found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on Azure ML")
+    found = check_fields(job.to_object(), NO_EFFECT, "has no effect on Azure ML")
     fields = (Problem(show_path(one.path), one.message) for one in found)
     return [*_uris(job), *fields, *_serverless(job)]
 

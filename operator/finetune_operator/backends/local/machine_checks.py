@@ -24,7 +24,7 @@ from finetune_trainer.config import DATA_SUFFIXES, data_suffix, is_data_file
 _LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors", "psutil")
 _INSTALL = f'pip install "{DISTRIBUTION}[trainer]"'
 
-_NO_EFFECT = (
+NO_EFFECT = (
     unset("model.tokenSecretRef", "remove it, and set HF_TOKEN"),
     unset("topology.instanceType"),
     only("topology.rdma", "auto"),
@@ -42,7 +42,7 @@ def unsupported(job: FineTuneJob, manifest_dir: Path) -> list[Problem]:
 
     The API's own rules, and fields that no backend supports yet, are not checked again.
     """
-    found = check_fields(job.to_object(), _NO_EFFECT, "has no effect on this machine")
+    found = check_fields(job.to_object(), NO_EFFECT, "has no effect on this machine")
     fields = (Problem(show_path(one.path), one.message) for one in found)
     return [*_uris(job, manifest_dir), *fields]
 
