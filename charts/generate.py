@@ -1,10 +1,11 @@
-"""Write the generated parts of the chart: CRDs, schema of the settings, table of values.
+"""Write the generated parts of the chart: CRDs, schema of the settings, tables of values.
 
 `make crd` runs it after a change of the models, the settings or values.yaml; `python
 charts/generate.py --check` only lists outdated files.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ from values_table import Described, described, table
 CHART = Path(__file__).parent / "finetune-operator"
 SCHEMA = CHART / "values.schema.json"
 README = CHART / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/reference/values.md"
 _VALUES = "## Values\n"
+_PAGE_HEAD = """\
+# Values of the Helm chart
+
+Generated from `charts/finetune-operator/values.yaml`; `make generate` writes it.
+[installation.md](../installation.md) explains the choices.
+
+"""
 _NO_VALUES = frozenset({"lease_namespace", "pod_name", "pod_uid"})  # set by the chart itself
 _NUMBER = {
     "type": ["number", "string"],
@@ -38,14 +48,15 @@ def main() -> int:
     wanted = {CHART / "files" / name: text for name, text in crd_files().items()}
     wanted[SCHEMA] = values_schema(SCHEMA.read_text(encoding="utf-8"))
     wanted[README] = readme(README.read_text(encoding="utf-8"))
+    wanted[PAGE] = page()
     stale = [file for file, text in wanted.items() if _text_of(file) != text]
     if "--check" in sys.argv[1:]:
         for file in stale:
-            print(f"{file.relative_to(CHART)} is out of date; run: make crd")
+            print(f"{file.relative_to(ROOT)} is out of date; run: make crd")
         return 1 if stale else 0
     for file in stale:
         file.write_text(wanted[file], encoding="utf-8")
-        print(f"wrote {file.relative_to(CHART)}")
+        print(f"wrote {file.relative_to(ROOT)}")
     return 0
 
 
@@ -61,6 +72,12 @@ def values_schema(old: str) -> str:
 def readme(old: str) -> str:
     """Return the chart's README with the current table of values, its last section."""
     return old.partition(_VALUES)[0] + f"{_VALUES}\n{table((CHART / 'values.yaml').read_text())}"
+
+
+def page() -> str:
+    """Return the page of the values in the reference."""
+    values = table((CHART / "values.yaml").read_text(encoding="utf-8"))
+    return f"{_PAGE_HEAD}{re.sub('^###', '##', values, flags=re.MULTILINE)}"
 
 
 def _describe(schema: dict[str, Any], value: Described) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import chat_templates
+import command_page
 import kind_pages
 import metric_page
 from finetune_operator.api.crd import job_schema, profile_schema
@@ -40,6 +41,7 @@ def files() -> dict[str, str]:
     return {
         "finetunejob.md": kind_pages.job_page(job_schema()),
         "finetuneprofile.md": kind_pages.profile_page(profile_schema()),
+        "ftctl.md": command_page.page(),
         "metrics.md": metric_page.page(),
         "chat-templates.md": chat_templates.page(),
         **schemas,

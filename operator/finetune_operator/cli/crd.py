@@ -33,8 +33,9 @@ def crd(
 
     Apply them with: ftctl crd | kubectl apply -f -
 
-    For completion in an editor: ftctl crd --format jsonschema > finetune.json, and
-    # yaml-language-server: $schema=finetune.json as the first line of a manifest.
+    With --format jsonschema, print one JSON schema for both kinds, or write one for each kind. An
+    editor reads the schema that the first line of a manifest names, such as
+    # yaml-language-server: $schema=finetune.json.
     """
     if write is not None:
         _write(_files(form), write)
