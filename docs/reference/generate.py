@@ -12,6 +12,7 @@ import chat_templates
 import command_page
 import kind_pages
 import metric_page
+import model_page
 from finetune_operator.api.crd import job_schema, profile_schema
 from finetune_operator.api.json_schema import json_schemas
 
@@ -42,6 +43,7 @@ def files() -> dict[str, str]:
         "finetunejob.md": kind_pages.job_page(job_schema()),
         "finetuneprofile.md": kind_pages.profile_page(profile_schema()),
         "ftctl.md": command_page.page(),
+        "models.md": model_page.page(),
         "metrics.md": metric_page.page(),
         "chat-templates.md": chat_templates.page(),
         **schemas,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -16,36 +17,30 @@ VOCAB = 96
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+_CORPUS = Path(__file__).parents[2] / "corpus/model_families.yaml"
+FAMILIES: dict[str, Any] = yaml.safe_load(_CORPUS.read_text(encoding="utf-8"))
 
 
-# By class and configuration alone; encoders as their own default configuration has it.
-REFUSED = _names(
-    """
-    bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small blt camembert
-    cpmant data2vec-text electra ernie gemma3n gemma4_assistant gemma4_unified_assistant marian
-    mbart megatron-bert moshi moss_transcribe_diarize musicgen musicgen_melody mvp pegasus
-    plbart prophetnet reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv trocr
-    whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod
-    """
-)
-# A row for each document.
-PADDED = _names(
-    """
-    axk2 bailing_hybrid bamba biogpt bloom deepseek_v32 deepseek_v4 dots3_note dots3_note_text
-    falcon falcon_h1 falcon_mamba glm_moe_dsa gpt_oss granitemoehybrid hy_v4 inkling2_text
-    inkling_text jamba kimi_linear lfm2_moe lfm3 mamba mamba2 minimax mpt nemotron_h olmo_hybrid
-    openai-gpt qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
-    qwen4_exp_text recurrent_gemma xglm xlstm zamba zamba2 zaya
-    """
-)
+def _reasons(part: str) -> dict[str, str]:
+    return {name: reason for reason, names in FAMILIES[part].items() for name in names}
+
+
+# By family, a part of the message. Encoders have their own default configuration.
+REFUSED, PADDED = _reasons("refused"), _reasons("padded")
 # Of the encoders, as decoders.
-PADDED_DECODERS = _names(
-    """
-    big_bird camembert data2vec-text megatron-bert rembert roberta roberta-prelayernorm roformer
-    xlm-roberta xlm-roberta-xl
-    """
+PADDED_DECODERS = frozenset(
+    {
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    }
 )
 
 # By the name of a field: what makes a model of two layers and some thousand weights.

@@ -1,5 +1,6 @@
 """Every causal family of transformers learns what it would alone, or is refused before weights."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from finetune_trainer.model.load import load_model
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from support.launch.launches import train_config
 from support.model.every_family import (
+    FAMILIES,
     NAMES,
     PADDED,
     PADDED_DECODERS,
@@ -24,6 +26,13 @@ from support.model.every_family import (
     write_settings,
 )
 from support.model.model_families import isolate, joined, pack, sequences
+from support.strategies import parity_families
+
+
+def test_the_corpus_has_every_family_of_the_installed_transformers() -> None:
+    assert sorted([*FAMILIES["packed"], *PADDED, *REFUSED]) == NAMES
+    assert FAMILIES["compared"] == list(parity_families.FAMILIES)
+
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 4, 7)
@@ -45,7 +54,8 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
     config = train_config(tmp_path, model={"path": path}, data={"max_seq_len": 32})
     said: list[str] = []
     if name in REFUSED and not changes:
-        with pytest.raises(ConfigError, match=rf"^spec.model.source .* the family {name}, .*; "):
+        wanted = rf"^spec.model.source .* the family {name}, .*{re.escape(REFUSED[name])}.*; "
+        with pytest.raises(ConfigError, match=wanted):
             resolve_packing(config, said.append)
         return
     config = resolve_packing(config, said.append)
@@ -66,6 +76,7 @@ def test_a_family_learns_as_alone_or_is_refused_by_its_configuration(
     )
     padded = PADDED_DECODERS if changes else PADDED
     assert (config.data.packing, len(said)) == ((False, 1) if name in padded else (True, 0))
+    assert changes or PADDED.get(name, "") in "".join(said)
     in_rows = joined(batch, [[document] for document in documents])
     for made in [batch, in_rows] if config.data.packing else [in_rows]:
         module.zero_grad()
@@ -80,7 +91,7 @@ NOT_BY_ITSELF = {"emu3", "mllama"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in REFUSED | NOT_BY_ITSELF])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*REFUSED, *NOT_BY_ITSELF}])
 def test_what_a_family_saves_is_not_refused_as_incomplete(name: str, tmp_path: Path) -> None:
     tiny_model(tiny_settings(name)).save_pretrained(tmp_path)
     config = train_config(tmp_path, model={"path": str(tmp_path)}, data={"max_seq_len": 32})
