@@ -8,7 +8,8 @@ from finetune_operator.api.json_schema import is_above_zero, words_of
 from finetune_operator.api.openapi import INT32_MAX, Schema, is_refused
 from finetune_operator.api.schema import ABOVE_ZERO
 
-_OF_KUBERNETES = "as in a PodSpec."
+OF_KUBERNETES = "as in a PodSpec."
+"""End of the descriptions of fields of Kubernetes."""
 
 
 class UndescribedFieldError(ValueError):
@@ -34,7 +35,7 @@ class Field:
         """Whether all fields below it are fields of Kubernetes that a job may set."""
         below = list(_below(self.schema))
         return bool(below) and all(
-            one.get("description", "").endswith(_OF_KUBERNETES) and not is_refused(one)
+            one.get("description", "").endswith(OF_KUBERNETES) and not is_refused(one)
             for one in below
         )
 
@@ -201,7 +202,7 @@ def _default(schema: Schema) -> str:
 
 
 def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield suffix and schema of what a list or a map contains."""
+    """Yield suffix and schema of the entries of a list or of the values of a map."""
     for key, suffix in (("items", "[]"), ("additionalProperties", "{}")):
         if isinstance(schema.get(key), dict):
             yield suffix, schema[key]

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+import api_status_page
+import api_surface
 import chat_templates
 import command_page
 import kind_pages
@@ -42,6 +44,7 @@ def files() -> dict[str, str]:
     return {
         "finetunejob.md": kind_pages.job_page(job_schema()),
         "finetuneprofile.md": kind_pages.profile_page(profile_schema()),
+        "api-status.md": api_status_page.page(api_surface.surface(), *api_surface.released()),
         "ftctl.md": command_page.page(),
         "models.md": model_page.page(),
         "metrics.md": metric_page.page(),

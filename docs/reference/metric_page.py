@@ -18,30 +18,31 @@ _HEAD = """\
 Generated from `metrics.py` and `gpu_metrics.py` in `finetune_trainer/config`, and from
 `finetune_operator/metrics/catalogue.py`; `make generate` writes it.
 
-Each training node has a page, `GET /metrics` on `spec.observability.metricsPort`, with every rank
-of that node. Counters and histograms are there from the start of a rank, gauges once they are
-known. Counters go on where they were when the ranks of a node are started again in place. Job,
-namespace, pod and node are no labels of the page: the scrape configuration adds them.
+Each training node serves the metrics of all its ranks: `GET /metrics` on the port
+`spec.observability.metricsPort`. Counters and histograms exist from the start of a rank, gauges
+once their value is known. Counters continue if the ranks of a node are restarted in place. The
+scrape configuration adds the labels of job, namespace, pod and node.
 
-Which series of `finetune_comm_*` there are depends on the run, at most 14 of each; a counter of
-these appears with its first value. [collectives.md](collectives.md) says what they count.
+The series of `finetune_comm_*` depend on the run, at most 14 of each name. A counter of these
+appears with its first value. [collectives.md](collectives.md) explains them.
 """
 _OPERATOR = """\
-The operator has a page, `GET /metrics` on the port of its health pages. Its counters begin at 0
-with each process. Only the leader serves the series of jobs and of the queue.
+The operator serves `GET /metrics` on the port of its health checks. Its counters start at 0 in each
+process. Only the leader exports the series of jobs and of the queue.
 """
 _JOBS = """\
-The labels `namespace` and `finetunejob` are those of the job: scrape the page with
-`honorLabels: true`, else they become `exported_namespace` and `exported_finetunejob`. A job is on
-the page until an hour after its end, or five minutes after it was deleted.
+The labels `namespace` and `finetunejob` belong to the job. Scrape with `honorLabels: true`, or
+Prometheus renames them to `exported_namespace` and `exported_finetunejob`. The series of a job
+disappear an hour after the job finishes, or five minutes after it is deleted.
 """
 _FLEET = """\
-They begin at 0 with each process, and nothing is lost of a job that begins and ends between two
-scrapes: its leader counts it with the status that says so.
+They start at 0 in each process. A job that starts and finishes between two scrapes is counted, too:
+the leader counts it with the status that reports its end.
 """
 _RANK_ZERO = """\
-Of jobs whose pages nobody can scrape, such as those of the backend `azureml`, while an attempt is
-open: what their service tells the operator anyway. The age counts from when rank 0 reported it.
+For jobs whose pages cannot be scraped, such as jobs of the backend `azureml`, while an attempt
+runs: the values that their service reports to the operator. The age counts from the report of
+rank 0.
 """
 
 

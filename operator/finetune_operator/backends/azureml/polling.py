@@ -12,7 +12,7 @@ from finetune_operator.backends.azureml import states
 from finetune_operator.backends.azureml.names import UID_TAG
 from finetune_operator.backends.azureml.run_logs import read_end
 from finetune_operator.backends.azureml.runs import GONE, Seen, see_job, see_run, seen_of
-from finetune_operator.backends.azureml.states import AttemptView
+from finetune_operator.backends.azureml.states import AttemptView, AzureMLReason
 from finetune_operator.backends.azureml.workspace_client import RawJob, Workspace
 from finetune_operator.backends.base import AttemptRef, Effect, Observation, Obstacle, Services
 from finetune_operator.backends.budget import Priority
@@ -228,13 +228,13 @@ class Poller:
         one.error = error
         if not error.retryable:
             text = f"the job cannot be observed: {error}"
-            self._report(one.places[1], Obstacle("NotSeen", text, Effect.STALLED))
+            self._report(one.places[1], Obstacle(AzureMLReason.NOT_SEEN, text, Effect.STALLED))
             return states.RUNNING_SECONDS
         pause = error.retry_after or 0.0
         for place in one.places:
             if (first := self._silences.note(place, str(error), pause)) is not None:
                 text = f"{first}; the job is observed again when Azure ML responds"
-                self._report(place, Obstacle(states.SERVICE_SILENT, text))
+                self._report(place, Obstacle(AzureMLReason.SERVICE_SILENT, text))
         return max(states.poll_interval_seconds(one.view, self._now()), pause)
 
     def _clear_silence(self, one: _Polled) -> None:
@@ -249,7 +249,7 @@ class Poller:
             if one.view is None or one.view.is_finished or place not in one.places:
                 continue
             old = one.view.trouble
-            if place == one.places[1] or old is None or old.reason != "NotSeen":
+            if place == one.places[1] or old is None or old.reason != AzureMLReason.NOT_SEEN:
                 self._publish(one, replace(one.view, trouble=trouble))
 
     def _publish(self, one: _Polled, view: AttemptView) -> None:

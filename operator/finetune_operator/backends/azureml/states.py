@@ -7,6 +7,7 @@ without notice, report unknown states, and stay in a transient state for hours.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 from finetune_operator.backends.azureml import runs
 from finetune_operator.backends.azureml.names import Report
@@ -17,8 +18,22 @@ from finetune_trainer.config import Progress, Termination
 WAITING_SECONDS, RUNNING_SECONDS, STOPPING_SECONDS = 15.0, 30.0, 5.0
 _FRESH_SECONDS = 60.0
 _NOT_RESPONDING = "NotResponding"
-SERVICE_SILENT = "ServiceSilent"
-"""Reason of an obstacle while a workspace does not respond."""
+
+
+class AzureMLReason(StrEnum):
+    """The reasons why an Azure ML job does not progress."""
+
+    SUBMITTED = "Submitted"
+    PREPARING_ENVIRONMENT = "PreparingEnvironment"
+    QUEUED = "Queued"
+    FINALIZING = "Finalizing"
+    CANCELLING = "Cancelling"
+    NOT_RESPONDING = "NotResponding"
+    NOT_STOPPED = "NotStopped"
+    PAUSED = "Paused"
+    UNKNOWN_STATE = "UnknownState"
+    SERVICE_SILENT = "ServiceSilent"  # while the workspace does not respond
+    NOT_SEEN = "NotSeen"  # the operator may not read the job
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,9 @@ class Row:
 
 _STARTING = Row(
     AttemptPhase.PENDING,
-    Obstacle("Submitted", "Azure ML has accepted the job and prepares to run it", Effect.NONE),
+    Obstacle(
+        AzureMLReason.SUBMITTED, "Azure ML has accepted the job and prepares to run it", Effect.NONE
+    ),
     15 * 60.0,
     "check the health of Azure ML",
 )
@@ -52,36 +69,50 @@ STATES = {
     **dict.fromkeys(("NotStarted", "Starting", "Provisioning"), _STARTING),
     "Preparing": Row(
         AttemptPhase.PENDING,
-        Obstacle("PreparingEnvironment", "Azure ML builds the job's environment", Effect.NONE),
+        Obstacle(
+            AzureMLReason.PREPARING_ENVIRONMENT,
+            "Azure ML builds the job's environment",
+            Effect.NONE,
+        ),
         2 * 3600.0,
         "see the log of the build, or name an environment that is built already",
     ),
     "Queued": Row(
         AttemptPhase.PENDING,
-        Obstacle("Queued", "the job waits for nodes in Azure ML's queue", Effect.QUEUED),
+        Obstacle(
+            AzureMLReason.QUEUED, "the job waits for nodes in Azure ML's queue", Effect.QUEUED
+        ),
         24 * 3600.0,
         "see the nodes, the quota and the sizes of its compute",
     ),
     runs.RUNNING: Row(AttemptPhase.RUNNING),
     "Finalizing": Row(
         AttemptPhase.RUNNING,
-        Obstacle("Finalizing", "the trainer has ended; Azure ML stores its files", Effect.NONE),
+        Obstacle(
+            AzureMLReason.FINALIZING,
+            "the trainer has ended; Azure ML stores its files",
+            Effect.NONE,
+        ),
         3600.0,
         "ask Azure's support to end it, because Azure ML refuses to cancel it now",
     ),
     "CancelRequested": Row(
         None,
-        Obstacle("Cancelling", "Azure ML is cancelling the job", Effect.NONE),
+        Obstacle(AzureMLReason.CANCELLING, "Azure ML is cancelling the job", Effect.NONE),
         15 * 60.0,
         "ask Azure's support to end it while its nodes are allocated",
     ),
     _NOT_RESPONDING: Row(
         None,
-        Obstacle("NotResponding", "Azure ML receives no response from the job's nodes"),
+        Obstacle(
+            AzureMLReason.NOT_RESPONDING, "Azure ML receives no response from the job's nodes"
+        ),
         15 * 60.0,
         "check its nodes; to end it, suspend this job or cancel the job in Azure ML",
     ),
-    "Paused": Row(None, Obstacle("Paused", "Azure ML has paused the job"), 3600.0, "resume it"),
+    "Paused": Row(
+        None, Obstacle(AzureMLReason.PAUSED, "Azure ML has paused the job"), 3600.0, "resume it"
+    ),
     runs.COMPLETED: Row(AttemptPhase.SUCCEEDED, is_finished=True),
     runs.FAILED: Row(AttemptPhase.FAILED, is_finished=True),
     runs.CANCELED: Row(AttemptPhase.FAILED, is_finished=True),
@@ -95,7 +126,10 @@ def row_of(state: str) -> Row:
         return STATES[state]
     text = f"Azure ML shows the job as {state[:40]}, an unknown state"
     return Row(
-        None, Obstacle("UnknownState", text), 3600.0, "end the job there if it does not progress"
+        None,
+        Obstacle(AzureMLReason.UNKNOWN_STATE, text),
+        3600.0,
+        "end the job there if it does not progress",
     )
 
 
@@ -229,7 +263,7 @@ def _unheard(view: AttemptView) -> str:
     """Return why the progress of a running attempt is unknown; empty if it is known."""
     if view.phase is not AttemptPhase.RUNNING:
         return ""
-    if view.trouble is not None and view.trouble.reason == SERVICE_SILENT:
+    if view.trouble is not None and view.trouble.reason == AzureMLReason.SERVICE_SILENT:
         return f"its workspace does not respond; see {view.url} once it does"
     return f"its nodes do not respond; see {view.url}" if view.state == _NOT_RESPONDING else ""
 
@@ -265,5 +299,5 @@ def _in_the_way(view: AttemptView, now: datetime) -> tuple[Obstacle | None, floa
     minutes = f"{row.limit / 60:.0f} min"
     how_long = f"{minutes} after its stop" if row is _STOPPED else f"for more than {minutes}"
     text = f"Azure ML shows the job as {view.state[:40]} {how_long}"
-    reason = row.obstacle.reason if row.obstacle is not None else "NotStopped"
+    reason = row.obstacle.reason if row.obstacle is not None else AzureMLReason.NOT_STOPPED
     return Obstacle(reason, f"{text}; {row.remedy}: {view.url}", Effect.STALLED), None
