@@ -1,6 +1,6 @@
 """The names that users, alerts and scripts rely on, today and in each release.
 
-    python docs/reference/api_surface.py 0.2.0    # record the names of a release, when it is tagged
+    python docs/reference/api_surface.py 0.2.0    # record the names of a release, after its tag
 
 A record in `released/` never changes. `api_status_page` compares the latest one with today.
 """

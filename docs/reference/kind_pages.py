@@ -19,7 +19,10 @@ _JOB_ORDER = (
     *("strategy", "restartPolicy", "deadlines", "observability", "queue", "podTemplate"),
 )
 _PROFILE_ORDER = ("image", "azureml", "allow", "volumes", "nodes", "resources", "network")
-_GENERATED = "Generated from the models in `finetune_operator/api`; `make generate` writes it.\n"
+_GENERATED = """\
+Generated from the models in `finetune_operator/api`; `make generate` writes it.
+[API status](api-status.md) has the promise of each new field.
+"""
 _EDITOR = """
 For completion and checks in an editor with the YAML language server (VS Code, Neovim, IntelliJ),
 write the schemas with `ftctl crd --format jsonschema --write schemas`, and begin the manifest with

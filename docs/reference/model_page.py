@@ -14,9 +14,10 @@ _HEAD = """\
 Generated from `tests/corpus/model_families.yaml`; `make generate` writes it.
 
 A job trains a causal language model of transformers, from the hub, a volume or a folder. Its family
-is `model_type` in its `config.json`. The {total} causal families of transformers 5.23 are below. A
-test trains a small random model of each family, and compares loss and gradient with the model
-itself, one document at a time. Chat templates are on [another page](chat-templates.md).
+is `model_type` in its `config.json`. The {total} causal families of transformers {version} are
+below. A test trains a small random model of each family that is not refused, and compares loss and
+gradient with the model itself, one document at a time. Chat templates are on
+[another page](chat-templates.md).
 
 ## Packed
 
@@ -62,6 +63,7 @@ def page() -> str:
     reasons = (*families["padded"].values(), *families["refused"].values())
     return _HEAD.format(
         total=len(families["packed"]) + sum(len(names) for names in reasons),
+        version=families["transformers"],
         packed=_listed(families["packed"]),
         compared=_listed(families["compared"]),
         **groups,

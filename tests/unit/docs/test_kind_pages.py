@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+import backend_notes
 import block_examples
 import kind_pages
 from field_table import UndescribedFieldError
@@ -116,6 +117,7 @@ def test_rows_have_default_limits_and_backends() -> None:
     assert "**Only backend `kubernetes`.**" in table["spec.podTemplate"][2]
     assert table["spec.topology.minNodes"][2].endswith("Not supported yet.")
     assert len(table["status.progress.loss"]) == 2
+    assert [path for path in backend_notes.notes() if path not in table] == []
 
 
 def test_rules_are_below_the_block_of_their_field() -> None:

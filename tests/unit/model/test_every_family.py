@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.families import ENCODERS, resolve_packing
@@ -31,6 +32,7 @@ from support.strategies import parity_families
 
 def test_the_corpus_has_every_family_of_the_installed_transformers() -> None:
     assert sorted([*FAMILIES["packed"], *PADDED, *REFUSED]) == NAMES
+    assert transformers.__version__.startswith(f"{FAMILIES['transformers']}.")
     assert FAMILIES["compared"] == list(parity_families.FAMILIES)
 
 
