@@ -3,15 +3,28 @@
 The checks read a spec alone, so that a value without effect is refused before an attempt.
 """
 
+from pydantic.alias_generators import to_camel
+
 from finetune_operator.api.unbuilt import UNBUILT, Unbuilt
+from finetune_operator.backends import profiles
 from finetune_operator.backends.azureml import compute_checks
 from finetune_operator.backends.local import machine_checks
 
 _TABLES = {"local": machine_checks.NO_EFFECT, "azureml": compute_checks.NO_EFFECT}
 
 
-def notes() -> dict[str, str]:
-    """Return a note on each field that some backend refuses, by the path of the field."""
+def profile_notes() -> dict[str, str]:
+    """Return a note on each field of a profile that a single backend uses, by its path."""
+    used = {"kubernetes": profiles.USED_BY_KUBERNETES, "azureml": profiles.USED_BY_AZUREML}
+    return {
+        f"spec.{'.'.join(map(to_camel, field.split('.')))}": f"**Only backend `{backend}`.**"
+        for backend, fields in used.items()
+        for field in fields
+    }
+
+
+def job_notes() -> dict[str, str]:
+    """Return a note on each field of a job that some backend refuses, by its path."""
     found = {f"spec.{entry.path}": _unsupported(entry) for entry in UNBUILT}
     by_path: dict[str, dict[str, Unbuilt]] = {}
     for backend, table in _TABLES.items():

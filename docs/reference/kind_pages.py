@@ -73,7 +73,7 @@ def job_page(schema: Schema) -> str:
             _JOB_HEAD.strip().format(manifest=block_examples.JOB),
             _EDITOR.format(file="finetunejob.json"),
             "## Spec\n",
-            *_part("spec", spec, _JOB_ORDER, block_examples.OF_JOB, backend_notes.notes()),
+            *_part("spec", spec, _JOB_ORDER, block_examples.OF_JOB, backend_notes.job_notes()),
             "## Rules of the whole object\n",
             *_rules(_of_object(schema)),
             _changes(spec),
@@ -93,7 +93,13 @@ def profile_page(schema: Schema) -> str:
             _PROFILE_HEAD.strip().format(manifest=block_examples.PROFILE),
             _EDITOR.format(file="finetuneprofile.json"),
             "## Spec\n",
-            *_part("spec", spec, _PROFILE_ORDER, block_examples.OF_PROFILE),
+            *_part(
+                "spec",
+                spec,
+                _PROFILE_ORDER,
+                block_examples.OF_PROFILE,
+                backend_notes.profile_notes(),
+            ),
         ]
     )
 

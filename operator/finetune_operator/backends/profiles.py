@@ -32,13 +32,14 @@ USED_BY_KUBERNETES = frozenset({
     "rank_zero_name", "gpu_metrics",
     "allow.service_accounts", "allow.secrets", "allow.claims", "allow.volumes", "allow.images",
     "allow.priority_classes", "allow.env", "allow.metadata", "allow.max_resources",
-    "allow.scheduling",
+    "allow.scheduling", "allow.trackers", "allow.max_empty_dir",
+    "allow.max_termination_grace_seconds", "allow.require_queue",
 })  # fmt: skip
 """Fields of a profile that no other backend uses."""
 
 USED_BY_AZUREML = frozenset({
     "azureml", "allow.computes", "allow.serverless", "allow.sizes", "allow.environments",
-    "allow.datastores",
+    "allow.datastores", "allow.models", "allow.registries", "allow.experiments",
 })  # fmt: skip
 """Fields of a profile that no other backend uses."""
 

@@ -117,7 +117,10 @@ def test_rows_have_default_limits_and_backends() -> None:
     assert "**Only backend `kubernetes`.**" in table["spec.podTemplate"][2]
     assert table["spec.topology.minNodes"][2].endswith("Not supported yet.")
     assert len(table["status.progress.loss"]) == 2
-    assert [path for path in backend_notes.notes() if path not in table] == []
+    assert backend_notes.job_notes().keys() - table.keys() == set()
+    profile = rows(page_of("finetuneprofile"))
+    assert profile["spec.allow.experiments"][2].endswith("**Only backend `azureml`.**")
+    assert backend_notes.profile_notes().keys() - profile.keys() == set()
 
 
 def test_rules_are_below_the_block_of_their_field() -> None:
