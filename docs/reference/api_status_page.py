@@ -67,10 +67,7 @@ name that is removed.
 
 def page(today: Surface, version: str, before: Surface) -> str:
     """Return the page, given the names of today and of the release `version`."""
-    counts = ", ".join(
-        f"{len(names)} {f'fields of {kind}' if kind in _PAGES else kind}"
-        for kind, names in before.items()
-    )
+    counts = ", ".join(f"{len(names)} {_plural(kind)}" for kind, names in before.items())
     lines = [_HEAD.format(version=version, counts=counts), f"## Added since {version}\n"]
     for kind, descriptions in _descriptions().items():
         added = difference(today, before, kind)
@@ -81,6 +78,11 @@ def page(today: Surface, version: str, before: Surface) -> str:
     lines.append(f"## Removed since {version}\n")
     removed = [name for kind in before for name in difference(before, today, kind)]
     return "\n".join([*lines, f"{_listed(removed)}.\n" if removed else "None.\n"])
+
+
+def _plural(kind: str) -> str:
+    title = _TITLES.get(kind, f"Fields of {kind}")
+    return title[0].lower() + title[1:]
 
 
 def promise(kind: str, path: str) -> str:
