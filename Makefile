@@ -135,6 +135,7 @@ check: install  ## Lint, types, import contracts, dependencies, generated files 
 	@$(BIN)/python docs/prose.py
 	@$(BIN)/python charts/monitoring/generate.py --check
 
+.PHONY: docs  # a folder has this name
 docs: install  ## Build the documentation site into build/site, strictly (10 s)
 	@$(BIN)/python docs/build_site.py
 
