@@ -12,12 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 SOURCE = "https://github.com/finetune-operator/finetune-operator"
-MOVED: dict[str, str] = {}
-"""New page of each moved page or of an anchor of it: "old.md": "new.md", "old.md#a": "new.md#b"."""
+CONFIG = (DOCS / "zensical.toml").read_text("utf-8")
+MOVED: dict[str, str] = tomllib.loads(CONFIG)["project"]["extra"]["moved"]
 NOT_SEARCHED = re.compile(r"decisions/|benchmarks/(?!README)")
 # Code comes first in the pattern, so that no link is found inside code.
 _LINK = re.compile(r"^ *(`{3,})[^`].*?^ *\1$|`+[^`]+`+|(\]\()([^()\s]+)(?=\))", re.M | re.S)
@@ -90,7 +91,7 @@ def write_copies(build: Path, commit: str) -> None:
         page = copy.relative_to(build / "docs").as_posix()
         copy.write_text(site_text(page, copy.read_text("utf-8"), commit), "utf-8")
     names = ", ".join(f'"decisions/{name}"' for name in ("index.md", *(p.name for p in decisions)))
-    config = (DOCS / "zensical.toml").read_text("utf-8").replace('"decisions/*.md"', names)
+    config = CONFIG.replace('"decisions/*.md"', names)
     (build / "zensical.toml").write_text(config, "utf-8")
 
 
