@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check docs release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
