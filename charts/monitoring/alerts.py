@@ -4,6 +4,7 @@ Slow and stuck ranks are found by the nodes of the job (`finetune_job_suspect`),
 cannot compare a rank with the median of the others.
 """
 
+from monitoring.limits import CHECKPOINT_INTERVALS, DATA_WAIT, LOST_TIME
 from monitoring.rule import JOB, JOB_AT_FIRST, THE_JOB, THE_RANK, Alert, Severity, Worst
 from monitoring.windows import Windows, duration
 
@@ -63,7 +64,7 @@ def _on_time(windows: Windows) -> tuple[Alert, ...]:
     return (
         Alert(
             "FineTuneDataStarved",
-            f"max by ({JOB}) ({waits[0]}{{{waits[1]}}}) > 0.1",
+            f"max by ({JOB}) ({waits[0]}{{{waits[1]}}}) > {DATA_WAIT:g}",
             windows.long,
             Severity.WARNING,
             f"A rank of {THE_JOB} waits for data.",
@@ -147,7 +148,7 @@ def _on_state(windows: Windows) -> tuple[Alert, ...]:
     return (
         Alert(
             "FineTuneCheckpointStale",
-            f"{step} - {saved} > 3 * {interval}",
+            f"{step} - {saved} > {CHECKPOINT_INTERVALS} * {interval}",
             windows.lasting,
             Severity.WARNING,
             f"{JOB_AT_FIRST} has no recent checkpoint.",
@@ -174,7 +175,8 @@ def _on_state(windows: Windows) -> tuple[Alert, ...]:
         Alert(
             "FineTuneTimeLost",
             f"sum by ({JOB}) (clamp_min(delta(finetunejob:wallclock_seconds:max"
-            f'{{category=~"recomputed|restarting"}}[{share}]), 0)) / {windows.share:g} > 0.3',
+            f'{{category=~"recomputed|restarting"}}[{share}]), 0)) / {windows.share:g}'
+            f" > {LOST_TIME:g}",
             windows.long,
             Severity.WARNING,
             f"Restarts cost {THE_JOB} much of its time.",

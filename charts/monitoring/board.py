@@ -1,48 +1,12 @@
-"""Dashboards: a description of their panels, and the JSON for Grafana.
+"""Dashboards: a description of their rows, panels, limits and links.
 
-Panels fill rows of 24 columns from the left. A panel's only data source is the variable
-`datasource`, so that a dashboard works in any Grafana.
+`grafana.py` writes the JSON, `draw.py` draws pictures.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import count
-
-from grafana_foundation_sdk.builders import (
-    common,
-    dashboard,
-    heatmap,
-    prometheus,
-    stat,
-    statetimeline,
-    table,
-    timeseries,
-)
-from grafana_foundation_sdk.cog.builder import Builder
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import (
-    LegendDisplayMode,
-    LegendPlacement,
-    StackingMode,
-    TooltipDisplayMode,
-)
-from grafana_foundation_sdk.models.dashboard import (
-    DashboardCursorSync,
-    DashboardLinkType,
-    DataSourceRef,
-    DataTransformerConfig,
-    GridPos,
-    VariableRefresh,
-)
-from grafana_foundation_sdk.models.dashboard import Panel as PanelModel
-from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
-from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from finetune_trainer.config.metrics import Needs
-
-COLUMNS = 24
-_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-_TAG = "finetune"
 
 
 class Kind(StrEnum):
@@ -52,6 +16,7 @@ class Kind(StrEnum):
     STACK = "stacked timeseries"
     NUMBER = "stat"
     TABLE = "table"
+    BARS = "bargauge"
     HEATMAP = "heatmap"
     STATES = "state-timeline"
 
@@ -65,6 +30,53 @@ class Query:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Value beyond which a panel has the colour of an alert.
+
+    Attributes:
+        alert: Name of the alert with this limit; its severity is the colour.
+        is_minimum: Whether values below it are bad, instead of values from it on.
+    """
+
+    value: float
+    alert: str
+    is_minimum: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """Link from a series, or from a row of a table, to another dashboard.
+
+    Attributes:
+        board: Name of the dashboard.
+        labels: Labels of the series; the variables of the dashboard have the same names. A table
+            shows the link in the column of the last label.
+    """
+
+    title: str
+    board: str
+    labels: tuple[str, ...]
+
+
+TO_JOB = Link("Show this job", "job", ("namespace", "finetunejob"))
+TO_NODE = Link("Show this node", "node", ("node",))
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table, with the values of one query.
+
+    Attributes:
+        name: Heading; empty for a query of which only the labels are shown.
+        unit: Name of the unit in Grafana.
+    """
+
+    name: str
+    unit: str = "none"
+    limit: Limit | None = None
+
+
+@dataclass(frozen=True)
 class Panel:
     """A panel.
 
@@ -73,7 +85,8 @@ class Panel:
         unit: Name of the unit in Grafana.
         width: Width in columns, of 24.
         needs: What the panel needs in order to show data.
-        columns: Names of a table's columns, one for each query.
+        columns: A table's columns, one for each query.
+        links: Dashboards about a series of the panel.
         is_empty_when_well: Whether it shows data only if there is a problem.
     """
 
@@ -85,22 +98,42 @@ class Panel:
     width: int = 8
     height: int = 8
     needs: Needs = Needs.NOTHING
-    columns: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
+    limit: Limit | None = None
+    links: tuple[Link, ...] = ()
     is_empty_when_well: bool = False
 
     @property
     def text(self) -> str:
-        """Description for Grafana, including the needs and whether the panel may be empty."""
+        """Description for Grafana, with needs, limits and whether the panel may be empty."""
         needs = "" if self.needs is Needs.NOTHING else f" Needs {self.needs}."
-        return self.description + needs + (" Empty while all is well." * self.is_empty_when_well)
+        limits = "".join(f" {_limit(one)}" for one in self.limits)
+        empty = " Empty while all is well." * self.is_empty_when_well
+        return self.description + limits + needs + empty
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Limits of the panel and its columns."""
+        found = (self.limit, *(one.limit for one in self.columns))
+        return tuple(one for one in found if one is not None)
+
+
+def _limit(limit: Limit) -> str:
+    side = "Coloured below" if limit.is_minimum else "Coloured from"
+    return f"{side} {limit.value:g}, as the alert {limit.alert}."
 
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under a heading."""
+    """Panels under a heading.
+
+    Attributes:
+        is_collapsed: Whether a user opens the row to see its panels.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    is_collapsed: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,127 +163,3 @@ class Board:
     def panels(self) -> tuple[Panel, ...]:
         """All panels, in their order."""
         return tuple(panel for row in self.rows for panel in row.panels)
-
-    def to_json(self) -> str:
-        """Return the JSON for Grafana."""
-        made = (
-            dashboard.Dashboard(self.title)
-            .uid(f"finetune-{self.name}")
-            .description(self.description)
-            .tags([_TAG])
-            .refresh("30s")
-            .time("now-3h", "now")
-            .tooltip(DashboardCursorSync.CROSSHAIR)
-            .with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
-            .link(_other_boards())
-        )
-        for variable in self.variables:
-            made = made.with_variable(_variable(variable))
-        ids, top = count(1), 0
-        for row in self.rows:
-            place = GridPos(h=1, w=COLUMNS, x=0, y=top)
-            made = made.with_row(dashboard.Row(row.title).id(next(ids)).grid_pos(place))
-            places, top = _places(row, top + 1)
-            for panel, place in zip(row.panels, places, strict=True):
-                made = made.with_panel(_Placed(panel, next(ids), place))
-        return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
-
-
-def _other_boards() -> dashboard.DashboardLink:
-    link = dashboard.DashboardLink("Fine-tuning").type(DashboardLinkType.DASHBOARDS).tags([_TAG])
-    return link.as_dropdown(True).include_vars(True).keep_time(True)
-
-
-def _variable(variable: Variable) -> dashboard.QueryVariable:
-    made = (
-        dashboard.QueryVariable(variable.name)
-        .datasource(_SOURCE)
-        .query(variable.query)
-        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-    )
-    return made.multi(True).include_all(True).all_value(".*") if variable.is_many else made
-
-
-def _places(row: Row, top: int) -> tuple[list[GridPos], int]:
-    """Return the position of each panel of a row, and where the next row begins."""
-    places: list[GridPos] = []
-    left, height = 0, 0
-    for panel in row.panels:
-        if left + panel.width > COLUMNS:
-            left, top, height = 0, top + height, 0
-        places.append(GridPos(h=panel.height, w=panel.width, x=left, y=top))
-        left, height = left + panel.width, max(height, panel.height)
-    return places, top + height
-
-
-@dataclass(frozen=True)
-class _Placed(Builder[PanelModel]):
-    """Builds a panel with the library."""
-
-    panel: Panel
-    id: int
-    place: GridPos
-
-    def build(self) -> PanelModel:
-        """Return the library's panel."""
-        panel = self.panel
-        made = _builder(panel).build()
-        made.id_val, made.grid_pos = self.id, self.place
-        made.title, made.description = panel.title, panel.text
-        made.datasource = _SOURCE
-        made.targets = [
-            _target(panel, query, ref).build()
-            for ref, query in zip("ABCDEFGH", panel.queries, strict=False)
-        ]
-        return made
-
-
-def _builder(panel: Panel) -> Builder[PanelModel]:
-    match panel.kind:
-        case Kind.LINES:
-            return _lines(panel).fill_opacity(8)
-        case Kind.STACK:
-            stacking = common.StackingConfig().mode(StackingMode.NORMAL).group("A")
-            return _lines(panel).fill_opacity(60).stacking(stacking)
-        case Kind.NUMBER:
-            newest = common.ReduceDataOptions().calcs(["lastNotNull"])
-            return stat.Panel().unit(panel.unit).reduce_options(newest)
-        case Kind.HEATMAP:
-            colors = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges")
-            axis = heatmap.YAxisConfig().unit(panel.unit)
-            made = heatmap.Panel().unit(panel.unit).calculate(False)
-            return made.color(colors.steps(64)).y_axis(axis)
-        case Kind.STATES:
-            return statetimeline.Panel().unit(panel.unit).merge_values(True)
-        case Kind.TABLE:
-            return _table(panel)
-
-
-def _lines(panel: Panel) -> timeseries.Panel:
-    legend = common.VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.LIST)
-    all_series = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI)
-    made = timeseries.Panel().unit(panel.unit).min(0).tooltip(all_series)
-    return made.legend(legend.placement(LegendPlacement.BOTTOM))
-
-
-def _table(panel: Panel) -> table.Panel:
-    """Return a table; each row has the values of all queries for the same labels."""
-    names = {
-        f"Value #{ref}": column for ref, column in zip("ABCDEFGH", panel.columns, strict=False)
-    }
-    renamed = {"excludeByName": {"Time": True}, "renameByName": names}
-    return (
-        table.Panel()
-        .unit(panel.unit)
-        .with_transformation(DataTransformerConfig(id_val="merge", options={}))
-        .with_transformation(DataTransformerConfig(id_val="organize", options=renamed))
-    )
-
-
-def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
-    made = prometheus.Dataquery().ref_id(ref).expr(query.expr)
-    if panel.kind is Kind.TABLE:
-        return made.instant().format(PromQueryFormat.TABLE)
-    if panel.kind is Kind.HEATMAP:
-        return made.format(PromQueryFormat.HEATMAP).legend_format("{{le}}")
-    return made.legend_format(query.legend)

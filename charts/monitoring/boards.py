@@ -9,4 +9,4 @@ from monitoring.windows import Windows
 
 def boards(windows: Windows) -> tuple[Board, ...]:
     """Return the dashboards, from all jobs to one node."""
-    return (fleet_board(windows), job_board(), node_board())
+    return (fleet_board(windows), job_board(windows), node_board(windows))

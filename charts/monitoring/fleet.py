@@ -1,13 +1,27 @@
 """The dashboard of all jobs and of the operator."""
 
 from finetune_trainer.config.metrics import Needs
-from monitoring.board import Board, Kind, Panel, Query, Row, Variable
+from monitoring.board import (
+    TO_JOB,
+    TO_NODE,
+    Board,
+    Column,
+    Kind,
+    Limit,
+    Panel,
+    Query,
+    Row,
+    Variable,
+)
+from monitoring.limits import FAILED_RECONCILES, LOST_TIME
 from monitoring.rule import JOB
 from monitoring.windows import Windows, duration
 
 _OF = 'namespace=~"$namespace"'
 _RATE = "$__rate_interval"
 _JOB = "{{namespace}}/{{finetunejob}}"
+GOODPUT = Limit(1 - LOST_TIME, "FineTuneTimeLost", is_minimum=True)
+"""Goodput of a job that loses as much time as the alert allows, and nothing else."""
 
 
 def fleet_board(windows: Windows) -> Board:
@@ -21,7 +35,7 @@ def fleet_board(windows: Windows) -> Board:
                 "namespace", "label_values(finetune_job_status_phase, namespace)", is_many=True
             ),
         ),
-        (_jobs(), _use(windows), _waits(windows), _operator()),
+        (_jobs(), _use(windows), _gpus(), _waits(windows), _operator(windows)),
     )
 
 
@@ -29,9 +43,10 @@ def _jobs() -> Row:
     return Row(
         "Jobs",
         (
+            _table_of_jobs(),
             Panel(
                 "Jobs by phase",
-                "As their status says.",
+                "Phases as in the status of the jobs.",
                 "none",
                 (
                     Query(
@@ -41,36 +56,20 @@ def _jobs() -> Row:
                     ),
                 ),
                 Kind.STACK,
-                width=12,
             ),
             Panel(
-                "Jobs",
-                "Step, tokens a second, share of the time with new steps, and of the GPUs' peak.",
-                "none",
-                (
-                    Query(f"max by ({JOB}, phase) (finetune_job_status_phase{{{_OF}}} == 1)"),
-                    Query(f"max by ({JOB}) (finetune_train_global_step{{{_OF}}})"),
-                    Query(f"finetunejob:tokens:rate{{{_OF}}}"),
-                    Query(f"finetunejob:goodput:ratio{{{_OF}}}"),
-                    Query(f"finetunejob:mfu:ratio{{{_OF}}}"),
-                ),
-                Kind.TABLE,
-                width=12,
-                columns=("in phase", "step", "tokens/s", "goodput", "MFU"),
-            ),
-            Panel(
-                "Suspects",
-                "Ranks that hold their job back, and why.",
+                "Suspected ranks",
+                "Ranks that hold their job back, and the cause.",
                 "none",
                 (Query(f"max by ({JOB}, node, rank, cause) (finetune_job_suspect{{{_OF}}})"),),
                 Kind.TABLE,
-                width=12,
-                columns=("suspects",),
+                columns=(Column(""),),
+                links=(TO_JOB, TO_NODE),
                 is_empty_when_well=True,
             ),
             Panel(
-                "Restarts",
-                "Since the job was created, by reason.",
+                "Restarts since creation, by reason",
+                "Attempts that another attempt followed.",
                 "none",
                 (
                     Query(
@@ -79,10 +78,38 @@ def _jobs() -> Row:
                         f"{_JOB}: {{{{reason}}}}",
                     ),
                 ),
-                width=12,
+                links=(TO_JOB,),
                 is_empty_when_well=True,
             ),
         ),
+    )
+
+
+def _table_of_jobs() -> Panel:
+    restarts = f"max by ({JOB}, reason) (finetune_job_restarts_total{{{_OF}}})"
+    columns = (
+        ("", "none", f"max by ({JOB}, phase) (finetune_job_status_phase{{{_OF}}} == 1)"),
+        ("step", "none", f"max by ({JOB}) (finetune_train_global_step{{{_OF}}})"),
+        ("progress", "percentunit", f"max by ({JOB}) (finetune_job_progress_ratio{{{_OF}}})"),
+        ("time left", "s", f"max by ({JOB}) (finetune_job_eta_seconds{{{_OF}}})"),
+        ("loss", "none", f"max by ({JOB}) (finetune_train_loss{{{_OF}}})"),
+        ("tokens/s", "short", f"finetunejob:tokens:rate{{{_OF}}}"),
+        ("restarts", "none", f"sum by ({JOB}) ({restarts})"),
+        ("goodput", "percentunit", f"finetunejob:goodput:ratio{{{_OF}}}"),
+        ("MFU", "percentunit", f"finetunejob:mfu:ratio{{{_OF}}}"),
+    )
+    return Panel(
+        "Jobs",
+        "The time left is a forecast of the operator; goodput is the share of the time with"
+        " resources in which new steps were made, and MFU the share of the GPUs' peak.",
+        "none",
+        tuple(Query(expr) for _, _, expr in columns),
+        Kind.TABLE,
+        width=24,
+        columns=tuple(
+            Column(name, unit, GOODPUT if name == "goodput" else None) for name, unit, _ in columns
+        ),
+        links=(TO_JOB,),
     )
 
 
@@ -92,8 +119,8 @@ def _use(windows: Windows) -> Row:
         "What the time goes into",
         (
             Panel(
-                "Time of all jobs",
-                "Seconds a second, by what they go into: as many jobs do that now.",
+                "Jobs by time category",
+                "Average number of jobs whose time went into a category, as in their ledgers.",
                 "none",
                 (
                     Query(
@@ -110,31 +137,44 @@ def _use(windows: Windows) -> Row:
                 "Share of the time with resources in which new steps were made.",
                 "percentunit",
                 (Query(f"finetunejob:goodput:ratio{{{_OF}}}", _JOB),),
+                limit=GOODPUT,
+                links=(TO_JOB,),
             ),
             Panel(
-                "Tokens",
-                "A second, without padding.",
-                "none",
+                "Tokens per second",
+                "Without padding.",
+                "short",
                 (Query(f"finetunejob:tokens:rate{{{_OF}}}", _JOB),),
+                links=(TO_JOB,),
             ),
+        ),
+    )
+
+
+def _gpus() -> Row:
+    return Row(
+        "GPUs",
+        (
             Panel(
-                "Model FLOPs utilisation",
-                "Of the dense peak of the GPUs.",
+                "Model FLOPs utilisation (MFU)",
+                "Share of the dense peak of the GPUs.",
                 "percentunit",
                 (Query(f"finetunejob:mfu:ratio{{{_OF}}}", _JOB),),
                 needs=Needs.GPU,
+                links=(TO_JOB,),
             ),
             Panel(
-                "GPUs with a rank",
-                "By job.",
+                "GPUs per job",
+                "GPUs that have a rank.",
                 "none",
                 (Query(f"count by ({JOB}) (finetune_gpu:rank:info{{{_OF}}})", _JOB),),
                 Kind.STACK,
                 needs=Needs.GPU,
+                links=(TO_JOB,),
             ),
             Panel(
-                "Power",
-                "Of the GPUs of each job.",
+                "GPU power per job",
+                "Sum over the GPUs of a job.",
                 "watt",
                 (
                     Query(
@@ -145,8 +185,10 @@ def _use(windows: Windows) -> Row:
                 ),
                 Kind.STACK,
                 needs=Needs.GPU,
+                links=(TO_JOB,),
             ),
         ),
+        is_collapsed=True,
     )
 
 
@@ -157,17 +199,17 @@ def _waits(windows: Windows) -> Row:
     def median(title: str, description: str, name: str) -> Panel:
         buckets = f"sum by (backend, le) (increase(finetune_job_{name}_seconds_bucket[{past}]))"
         query = Query(f"histogram_quantile(0.5, {buckets})", "{{backend}}")
-        return Panel(title, f"{description} Median of {past}.", "s", (query,))
+        return Panel(f"{title}, median", f"{description} Over {past}.", "s", (query,))
 
     return Row(
         "How long users wait",
         (
-            median("To the first step", "From the creation of a job.", "time_to_first_step"),
-            median("In a queue", "Before the first step.", "queue_wait"),
-            median("To recover", "From a loss of ranks until they train again.", "recovery"),
+            median("Time to the first step", "From the creation of a job.", "time_to_first_step"),
+            median("Time in a queue", "Before the first step.", "queue_wait"),
+            median("Recovery time", "From a loss of ranks until they train again.", "recovery"),
             Panel(
-                "Jobs ended",
-                f"In {past}.",
+                "Finished jobs by phase",
+                f"Jobs that ended in {past}.",
                 "none",
                 (
                     Query(
@@ -178,8 +220,8 @@ def _waits(windows: Windows) -> Row:
                 width=12,
             ),
             Panel(
-                "Time of ended jobs",
-                f"Where it went, of those that ended in {past}, also between two scrapes.",
+                "Time of finished jobs by category",
+                f"Jobs that ended in {past}, including jobs between two scrapes.",
                 "s",
                 (
                     Query(
@@ -195,44 +237,44 @@ def _waits(windows: Windows) -> Row:
     )
 
 
-def _operator() -> Row:
+def _operator(windows: Windows) -> Row:
     took = f"rate(finetune_operator_reconcile_duration_seconds_bucket[{_RATE}])"
+    errors = f"sum by (backend) (rate(finetune_operator_reconcile_errors_total[{_RATE}]))"
+    tries = (
+        f"sum by (backend) (rate(finetune_operator_reconcile_duration_seconds_count[{_RATE}]) > 0)"
+    )
     return Row(
         "The operator",
         (
             Panel(
-                "Time to reconcile a job",
-                "99 % are faster, by backend.",
+                "Reconcile duration, 99th percentile",
+                "Time to reconcile one job once, by backend.",
                 "s",
                 (Query(f"histogram_quantile(0.99, sum by (backend, le) ({took}))", "{{backend}}"),),
             ),
             Panel(
-                "Failures",
-                "A second; each is tried again.",
-                "none",
-                (
-                    Query(
-                        "sum by (backend)"
-                        f" (rate(finetune_operator_reconcile_errors_total[{_RATE}]))",
-                        "{{backend}}",
-                    ),
-                ),
+                "Share of failed reconciles",
+                "Each is retried.",
+                "percentunit",
+                (Query(f"{errors} / {tries}", "{{backend}}"),),
+                limit=Limit(FAILED_RECONCILES, "FineTuneOperatorErrors"),
             ),
             Panel(
-                "Queue",
-                "Jobs that wait to be reconciled, or are being.",
+                "Jobs in the reconcile queue",
+                "Jobs that wait to be reconciled, or are being reconciled.",
                 "none",
                 (Query("max(finetune_operator_queue_depth)", "jobs"),),
             ),
             Panel(
-                "Oldest of the queue",
-                "How long it has not moved.",
+                "Age of the oldest queued job",
+                "Time for which it has not progressed.",
                 "s",
                 (Query("max(finetune_operator_queue_oldest_seconds)", "age"),),
+                limit=Limit(windows.rate, "FineTuneOperatorStuck"),
             ),
             Panel(
-                "Requests to the API server",
-                "A second, by what it answered; 0 is no answer.",
+                "API server requests by status code",
+                "Requests per second; code 0 means no response.",
                 "reqps",
                 (
                     Query(
@@ -243,10 +285,11 @@ def _operator() -> Row:
                 Kind.STACK,
             ),
             Panel(
-                "Leaders",
-                "One, or for a moment none.",
+                "Leading replicas",
+                "One, or none for a moment.",
                 "none",
                 (Query("sum(finetune_operator_leader)", "leaders"),),
+                limit=Limit(1, "FineTuneOperatorAbsent", is_minimum=True),
             ),
         ),
     )

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from monitoring import azure
 from monitoring.boards import boards
+from monitoring.grafana import dashboard_json
 from monitoring.groups import rule_file
 from monitoring.windows import Windows
 
@@ -41,7 +42,10 @@ def files(windows: Windows) -> dict[Path, str]:
         FILES / "rules.yaml": _HEAD
         + yaml.safe_dump(rule_file(windows), sort_keys=False, width=1000),
         FILES / "azure-rules.json": json.dumps(azure.template(windows), indent=2) + "\n",
-        **{FILES / "dashboards" / f"{one.name}.json": one.to_json() for one in boards(windows)},
+        **{
+            FILES / "dashboards" / f"{one.name}.json": dashboard_json(one)
+            for one in boards(windows)
+        },
     }
 
 

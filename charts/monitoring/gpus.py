@@ -3,6 +3,7 @@
 A series has the labels `gpu` (UUID) and node; `finetune_gpu:rank:info` maps a GPU to job and rank.
 """
 
+from monitoring.limits import THROTTLED
 from monitoring.rule import JOB, RANK, THE_RANK, Alert, Rule, Severity
 from monitoring.windows import Windows, duration
 
@@ -87,7 +88,8 @@ def gpu_alerts(windows: Windows) -> tuple[Alert, ...]:
         Alert(
             "FineTuneGpuThrottled",
             "(max by (gpu, node) (rate(finetune_gpu_throttle_seconds_total"
-            f'{{reason=~"sw_thermal|hw_thermal|hw_power_brake"}}[{rate}])) > 0.05) {_BY_RANK}',
+            f'{{reason=~"sw_thermal|hw_thermal|hw_power_brake"}}[{rate}])) > {THROTTLED:g})'
+            f" {_BY_RANK}",
             windows.lasting,
             Severity.WARNING,
             f"{the_gpu}, which is slowed down.",

@@ -1,15 +1,19 @@
 """The dashboard of one job: whether it trains, how fast, and what holds it back."""
 
-from finetune_trainer.config.metrics import Needs
-from monitoring.board import Board, Kind, Panel, Query, Row, Variable
-from monitoring.rule import JOB, RANK
+from finetune_trainer.telemetry.node.slow import SlowPace
+from monitoring.board import TO_NODE, Board, Column, Kind, Limit, Panel, Query, Row, Variable
+from monitoring.fleet import GOODPUT
+from monitoring.job_hardware import collectives_row, gpus_row
+from monitoring.limits import CHECKPOINT_INTERVALS, DATA_WAIT
+from monitoring.rule import RANK
+from monitoring.windows import Windows
 
 _OF = 'namespace="$namespace",finetunejob="$finetunejob"'
 _RATE = "$__rate_interval"
 _BY_RANK = "rank {{rank}}"
 
 
-def job_board() -> Board:
+def job_board(windows: Windows) -> Board:
     """Return the dashboard."""
     return Board(
         "job",
@@ -17,61 +21,26 @@ def job_board() -> Board:
         "Is it training, how fast against what the hardware can do, which rank holds it back, and"
         " what did restarts cost?",
         (
-            Variable("namespace", "label_values(finetune_train_global_step, namespace)"),
+            Variable("namespace", "label_values(finetune_job_status_phase, namespace)"),
             Variable(
                 "finetunejob",
-                'label_values(finetune_train_global_step{namespace="$namespace"}, finetunejob)',
+                'label_values(finetune_job_status_phase{namespace="$namespace"}, finetunejob)',
             ),
         ),
-        (_training(), _time(), _ranks(), _collectives(), _gpus()),
+        (_training(windows), _time(), _ranks(windows), collectives_row(), gpus_row()),
     )
 
 
-def _training() -> Row:
+def _training(windows: Windows) -> Row:
     steps = f"finetune_train_step_duration_seconds_bucket{{{_OF}}}"
     slowest = f"histogram_quantile(%s, sum by (le) (rate({steps}[{_RATE}])))"
     return Row(
         "Is it training, and how fast?",
         (
-            Panel(
-                "Phase",
-                "What the operator says of the job.",
-                "none",
-                (Query(f"finetune_job_status_phase{{{_OF}}} == 1", "{{phase}}"),),
-                Kind.STATES,
-                width=12,
-                height=4,
-            ),
-            Panel(
-                "Step",
-                "Optimizer steps finished, over all attempts.",
-                "none",
-                (Query(f"max(finetune_train_global_step{{{_OF}}})"),),
-                Kind.NUMBER,
-                width=4,
-                height=4,
-            ),
-            Panel(
-                "Since the newest step",
-                "Longer than a few steps: an evaluation, a checkpoint, or a rank that is stuck.",
-                "s",
-                (Query(f"time() - max(finetune_train_last_step_timestamp_seconds{{{_OF}}})"),),
-                Kind.NUMBER,
-                width=4,
-                height=4,
-            ),
-            Panel(
-                "Attempt",
-                "How often it was started.",
-                "none",
-                (Query(f"max(finetune_train_restart_attempt{{{_OF}}})"),),
-                Kind.NUMBER,
-                width=4,
-                height=4,
-            ),
+            *_state(windows),
             Panel(
                 "Loss",
-                "Per label token; the held-out loss where there is one.",
+                "Per label token; held-out loss only with an evaluation data set.",
                 "none",
                 (
                     Query(f"max(finetune_train_loss{{{_OF}}})", "training"),
@@ -86,14 +55,14 @@ def _training() -> Row:
             ),
             Panel(
                 "Learning rate",
-                "Of the newest step.",
+                "Of the last step.",
                 "sci",
                 (Query(f"max(finetune_train_learning_rate{{{_OF}}})", "rate"),),
             ),
             Panel(
-                "Tokens",
-                "A second, of all ranks; padding is time for nothing.",
-                "none",
+                "Tokens per second",
+                "Sum over all ranks. Padding takes time and teaches nothing.",
+                "short",
                 (
                     Query(
                         f"sum by (kind) (rate(finetune_train_tokens_total{{{_OF}}}[{_RATE}]))",
@@ -102,26 +71,71 @@ def _training() -> Row:
                 ),
             ),
             Panel(
-                "Model FLOPs utilisation",
-                "Of the dense peak of the GPUs; recomputed activations do not count.",
-                "percentunit",
-                (Query(f"finetunejob:mfu:ratio{{{_OF}}}", "MFU"),),
-                needs=Needs.GPU,
-            ),
-            Panel(
-                "Time of a step",
-                "Of all ranks.",
+                "Step time",
+                "Median and 99th percentile over all ranks.",
                 "s",
                 (Query(slowest % 0.5, "median"), Query(slowest % 0.99, "99 %")),
             ),
             Panel(
-                "Steps by their time",
+                "Step time distribution",
                 "Two bands: some steps do more, such as those after an evaluation.",
                 "s",
                 (Query(f"sum by (le) (increase({steps}[{_RATE}]))"),),
                 Kind.HEATMAP,
-                width=24,
             ),
+        ),
+    )
+
+
+def _state(windows: Windows) -> tuple[Panel, ...]:
+    """Return the first line of the dashboard: how far the job is."""
+
+    def number(
+        title: str, description: str, unit: str, expr: str, limit: Limit | None = None
+    ) -> Panel:
+        kind = Kind.NUMBER
+        return Panel(title, description, unit, (Query(expr),), kind, 4, 4, limit=limit)
+
+    return (
+        Panel(
+            "Phase",
+            "As in the status of the job.",
+            "none",
+            (Query(f"finetune_job_status_phase{{{_OF}}} == 1", "{{phase}}"),),
+            Kind.STATES,
+            width=4,
+            height=4,
+        ),
+        number(
+            "Step",
+            "Optimizer steps finished, over all attempts.",
+            "none",
+            f"max(finetune_train_global_step{{{_OF}}})",
+        ),
+        number(
+            "Progress",
+            "Share of the optimizer steps that are done.",
+            "percentunit",
+            f"max(finetune_job_progress_ratio{{{_OF}}})",
+        ),
+        number(
+            "Time left",
+            "Forecast of the operator.",
+            "s",
+            f"max(finetune_job_eta_seconds{{{_OF}}})",
+        ),
+        number(
+            "Time since the last step",
+            "Long during an evaluation, a checkpoint, or if a rank is stuck.",
+            "s",
+            f"time() - max(finetune_train_last_step_timestamp_seconds{{{_OF}}})",
+            Limit(windows.silence, "FineTuneJobHung"),
+        ),
+        number(
+            "Attempt",
+            "Number of the attempt; each restart begins another one.",
+            "none",
+            f"max(finetune_train_restart_attempt{{{_OF}}})",
         ),
     )
 
@@ -134,19 +148,19 @@ def _time() -> Row:
         (
             Panel(
                 "Time by phase",
-                "Share of the ranks' wall time. All but forward, backward and optimizer is time in"
-                " which the model learns nothing.",
+                "Share of the ranks' wall time. The model learns only in forward, backward and"
+                " optimizer.",
                 "percentunit",
                 (Query(f"avg by (phase) (finetunejob_rank:phase:ratio{{{_OF}}})", "{{phase}}"),),
                 Kind.STACK,
                 width=12,
             ),
             Panel(
-                "Time since its creation",
-                "Of the whole job, over all attempts, as the operator counts it.",
+                "Job time by category",
+                "Ledger of the operator since the job was created, over all attempts.",
                 "s",
                 (Query(f"finetunejob:wallclock_seconds:max{{{_OF}}}", "{{category}}"),),
-                Kind.STACK,
+                Kind.BARS,
                 width=12,
             ),
             Panel(
@@ -155,10 +169,11 @@ def _time() -> Row:
                 "percentunit",
                 (Query(f"finetunejob:goodput:ratio{{{_OF}}}", "goodput"),),
                 width=6,
+                limit=GOODPUT,
             ),
             Panel(
-                "Checkpoints",
-                "Average time of one, by kind of work; a step waits for what blocks.",
+                "Checkpoint duration by kind",
+                "On average; training waits during save_blocking and load.",
                 "s",
                 (
                     Query(
@@ -170,8 +185,8 @@ def _time() -> Row:
                 width=6,
             ),
             Panel(
-                "Size of a checkpoint",
-                "Of all its files, on average.",
+                "Checkpoint size",
+                "All files of a checkpoint, on average.",
                 "bytes",
                 (
                     Query(
@@ -184,13 +199,19 @@ def _time() -> Row:
             ),
             Panel(
                 "Age of the newest checkpoint",
-                "So much would be lost with a node.",
+                "Training time that the loss of a node would cost. The limit is that of the alert"
+                " FineTuneCheckpointStale; it is absent if checkpoints are counted in steps.",
                 "s",
                 (
                     Query(
                         "time() - max(finetune_train_checkpoint_last_success_timestamp_seconds"
                         f"{{{_OF}}})",
                         "age",
+                    ),
+                    Query(
+                        f"{CHECKPOINT_INTERVALS} *"
+                        f" max(finetune_train_checkpoint_interval_seconds{{{_OF}}})",
+                        "limit",
                     ),
                 ),
                 width=6,
@@ -199,159 +220,76 @@ def _time() -> Row:
     )
 
 
-def _ranks() -> Row:
+def _ranks(windows: Windows) -> Row:
     busy = f'finetune_train_phase_seconds_total{{{_OF},phase!="comm_exposed"}}'
     steps = f"finetune_train_steps_total{{{_OF}}}"
+    shares = "finetunejob_rank:phase:ratio"
+
+    def by_rank(
+        title: str, description: str, unit: str, expr: str, width: int, limit: Limit | None = None
+    ) -> Panel:
+        query = Query(expr, _BY_RANK)
+        return Panel(title, description, unit, (query,), width=width, limit=limit, links=(TO_NODE,))
+
     return Row(
         "Which rank holds it back?",
         (
             Panel(
-                "Suspects",
-                "Ranks that hold the others back, and why.",
+                "Suspected ranks",
+                "Ranks that hold the others back, and the cause.",
                 "none",
-                (
-                    Query(
-                        f"max by (rank, node, cause) (finetune_job_suspect{{{_OF}}})",
-                        "rank {{rank}} on {{node}}: {{cause}}",
-                    ),
-                ),
+                (Query(f"max by (rank, node, cause) (finetune_job_suspect{{{_OF}}})"),),
+                Kind.TABLE,
+                columns=(Column(""),),
+                links=(TO_NODE,),
                 is_empty_when_well=True,
             ),
-            Panel(
-                "Score",
-                "Busy time of a step by the median of the other ranks'; 1.2 is 20 % longer.",
+            by_rank(
+                "Straggler score",
+                "Busy time per step, divided by the median of the other ranks; 1.2 is 20 % longer.",
                 "none",
-                (Query(f"max by (rank) (finetune_train_straggler_score{{{_OF}}})", _BY_RANK),),
+                f"max by (rank, node) (finetune_train_straggler_score{{{_OF}}})",
+                8,
+                Limit(SlowPace().slow, "FineTuneRankSlow"),
             ),
-            Panel(
-                "Busy time of a step",
-                "All but waiting for others. The rank above the others is the one they wait for.",
+            by_rank(
+                "Busy time per step",
+                "Time without waiting for others. The others wait for the highest rank.",
                 "s",
-                (
-                    Query(
-                        f"sum by ({RANK}) (rate({busy}[{_RATE}]))"
-                        f" / (sum by ({RANK}) (rate({steps}[{_RATE}])) > 0)",
-                        _BY_RANK,
-                    ),
-                ),
+                f"sum by ({RANK}) (rate({busy}[{_RATE}]))"
+                f" / (sum by ({RANK}) (rate({steps}[{_RATE}])) > 0)",
+                8,
             ),
-            Panel(
-                "Waiting for others",
-                "Share of its time in which a rank can only wait for a collective. The one below"
-                " the others is the one they wait for.",
+            by_rank(
+                "Share of time waiting for other ranks",
+                "Time in which a rank can only wait for a collective. The others wait for the"
+                " lowest rank.",
                 "percentunit",
-                (Query(f'finetunejob_rank:phase:ratio{{{_OF},phase="comm_exposed"}}', _BY_RANK),),
+                f'{shares}{{{_OF},phase="comm_exposed"}}',
+                6,
             ),
-            Panel(
-                "Last sign of life",
-                "Its age, by rank.",
+            by_rank(
+                "Share of time waiting for data",
+                "Time in which a rank waits for its next batch.",
+                "percentunit",
+                f'{shares}{{{_OF},phase="data_wait"}}',
+                6,
+                Limit(DATA_WAIT, "FineTuneDataStarved"),
+            ),
+            by_rank(
+                "Time since the last report",
+                "Grows while a rank is stuck, stopped or dead.",
                 "s",
-                (Query(f"finetune_train_last_seen_age_seconds{{{_OF}}}", _BY_RANK),),
-                width=8,
+                f"finetune_train_last_seen_age_seconds{{{_OF}}}",
+                6,
+                Limit(windows.silence, "FineTuneJobHung"),
             ),
-            Panel(
-                "Memory of the processes",
-                "Resident, by rank.",
+            by_rank(
+                "Host memory",
+                "Resident memory of a rank's process.",
                 "bytes",
-                (Query(f'finetune_train_memory_bytes{{{_OF},kind="host_rss"}}', _BY_RANK),),
-                width=8,
-            ),
-        ),
-    )
-
-
-def _collectives() -> Row:
-    def rate(name: str, by: str) -> str:
-        """Return a rate per rank, because every rank counts each collective in full."""
-        of_rank = f"sum by ({RANK}, {by}) (rate(finetune_comm_{name}_total{{{_OF}}}[{_RATE}]))"
-        return f"avg by ({by}) ({of_rank})"
-
-    newest = f"finetune_comm_last_enqueued_seq{{{_OF}}}"
-    return Row(
-        "Collectives",
-        (
-            Panel(
-                "Bus bandwidth",
-                "Of the rank that waits least, by operation and group; messages of 1 MiB and more.",
-                "Bps",
-                (
-                    Query(
-                        f"finetunejob_op:bus_bytes_per_second:max{{{_OF}}}", "{{op}} in {{group}}"
-                    ),
-                ),
-            ),
-            Panel(
-                "Data",
-                "A second, of a rank on average; of each collective the whole tensor.",
-                "Bps",
-                (Query(rate("bytes", "op, group"), "{{op}} in {{group}}"),),
-                Kind.STACK,
-            ),
-            Panel(
-                "Calls",
-                "A second, of a rank on average, by size of the message.",
-                "ops",
-                (Query(rate("collectives", "op, size"), "{{op}}, {{size}}"),),
-            ),
-            Panel(
-                "Behind the first rank",
-                "Collectives that others have begun and a rank has not. One that stays above 0 is"
-                " stuck.",
-                "none",
-                (
-                    Query(
-                        f"max by (group) ({newest}) - on (group) group_right {newest}",
-                        "rank {{rank}} in {{group}}",
-                    ),
-                ),
-                width=12,
-            ),
-            Panel(
-                "Share that is known",
-                "Of the collectives, those whose bytes and seconds were seen.",
-                "percentunit",
-                (Query(f"min by (of) (finetune_comm_sampled_ratio{{{_OF}}})", "{{of}}"),),
-                width=12,
-            ),
-        ),
-    )
-
-
-def _gpus() -> Row:
-    own = f"* on (gpu) group_left (rank) finetune_gpu:rank:info{{{_OF}}}"
-
-    def gpus(title: str, description: str, unit: str, record: str) -> Panel:
-        return Panel(
-            title,
-            description,
-            unit,
-            (Query(f"finetune_gpu:{record} {own}", _BY_RANK),),
-            needs=Needs.GPU,
-        )
-
-    return Row(
-        "GPUs",
-        (
-            gpus(
-                "In use",
-                "Share of the time in which a kernel ran, also one that only waits for others.",
-                "percentunit",
-                "utilization:ratio",
-            ),
-            gpus("Memory", "In use.", "bytes", "memory_used:bytes"),
-            gpus("Power", "Drawn.", "watt", "power:watts"),
-            Panel(
-                "Tokens for a joule",
-                "Of the GPUs alone.",
-                "none",
-                (
-                    Query(
-                        f"finetunejob:tokens:rate{{{_OF}}} / on ({JOB}) (sum by ({JOB})"
-                        f" (rate(finetune_gpu_energy_joules_total{{{_OF}}}[{_RATE}])) > 0)",
-                        "tokens",
-                    ),
-                ),
-                needs=Needs.GPU,
+                f'finetune_train_memory_bytes{{{_OF},kind="host_rss"}}',
+                6,
             ),
         ),
     )

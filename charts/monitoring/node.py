@@ -1,8 +1,10 @@
 """The dashboard of one node, with its ranks and GPUs."""
 
 from finetune_trainer.config.metrics import Needs
-from monitoring.board import Board, Kind, Panel, Query, Row, Variable
+from monitoring.board import TO_JOB, Board, Column, Kind, Limit, Panel, Query, Row, Variable
+from monitoring.limits import DATA_WAIT, THROTTLED
 from monitoring.rule import JOB
+from monitoring.windows import Windows
 
 _OF = 'node="$node"'
 _RATE = "$__rate_interval"
@@ -10,29 +12,30 @@ _RANK = "{{finetunejob}}, rank {{rank}}"
 _GPU = "{{gpu}}"
 
 
-def node_board() -> Board:
+def node_board(windows: Windows) -> Board:
     """Return the dashboard."""
     return Board(
         "node",
         "Fine-tuning: one node",
         "What the ranks of a node do, and how its GPUs are.",
         (Variable("node", "label_values(finetune_train_last_seen_age_seconds, node)"),),
-        (_ranks(), _gpus(), _faults()),
+        (_ranks(windows), _gpus(), _faults()),
     )
 
 
-def _ranks() -> Row:
+def _ranks(windows: Windows) -> Row:
     return Row(
         "Ranks",
         (
             Panel(
                 "Ranks of this node",
-                "What runs here.",
+                "Jobs, ranks and strategies that run on the node.",
                 "none",
                 (Query(f"max by ({JOB}, rank, strategy, backend) (finetune_train_info{{{_OF}}})"),),
                 Kind.TABLE,
                 width=12,
-                columns=("runs",),
+                columns=(Column(""),),
+                links=(TO_JOB,),
             ),
             Panel(
                 "Time by phase",
@@ -43,29 +46,42 @@ def _ranks() -> Row:
                 width=12,
             ),
             Panel(
-                "Last sign of life",
-                "Its age, by rank.",
+                "Time since the last report",
+                "Grows while a rank is stuck, stopped or dead.",
                 "s",
                 (Query(f"finetune_train_last_seen_age_seconds{{{_OF}}}", _RANK),),
+                limit=Limit(windows.silence, "FineTuneJobHung"),
+                links=(TO_JOB,),
             ),
             Panel(
-                "Waiting for data",
-                "Share of a rank's time.",
+                "Share of time waiting for data",
+                "Time in which a rank waits for its next batch.",
                 "percentunit",
                 (Query(f'finetunejob_rank:phase:ratio{{{_OF},phase="data_wait"}}', _RANK),),
+                limit=Limit(DATA_WAIT, "FineTuneDataStarved"),
+                links=(TO_JOB,),
             ),
             Panel(
-                "Memory of the processes",
-                "Resident.",
+                "Host memory",
+                "Resident memory of a rank's process.",
                 "bytes",
                 (Query(f'finetune_train_memory_bytes{{{_OF},kind="host_rss"}}', _RANK),),
+                links=(TO_JOB,),
             ),
         ),
     )
 
 
-def _panel(title: str, description: str, unit: str, expr: str, legend: str = _GPU) -> Panel:
-    return Panel(title, description, unit, (Query(expr, legend),), needs=Needs.GPU)
+def _panel(
+    title: str,
+    description: str,
+    unit: str,
+    expr: str,
+    legend: str = _GPU,
+    limit: Limit | None = None,
+) -> Panel:
+    query = Query(expr, legend)
+    return Panel(title, description, unit, (query,), needs=Needs.GPU, limit=limit)
 
 
 def _gpus() -> Row:
@@ -76,11 +92,16 @@ def _gpus() -> Row:
     return Row(
         "GPUs",
         (
-            _panel("In use", "Share of the time.", "percentunit", recorded("utilization:ratio")),
-            _panel("Memory", "In use.", "bytes", recorded("memory_used:bytes")),
+            _panel(
+                "GPU utilisation",
+                "Share of the time in which a kernel ran.",
+                "percentunit",
+                recorded("utilization:ratio"),
+            ),
+            _panel("GPU memory", "Memory in use.", "bytes", recorded("memory_used:bytes")),
             Panel(
-                "Power",
-                "Drawn, and the most that may be.",
+                "GPU power and limit",
+                "Power that a GPU draws, and its power limit.",
                 "watt",
                 (
                     Query(recorded("power:watts"), _GPU),
@@ -88,18 +109,24 @@ def _gpus() -> Row:
                 ),
                 needs=Needs.GPU,
             ),
-            _panel("Temperature", "Of the core.", "celsius", recorded("temperature:celsius")),
-            _panel("Clock", "Of the processors.", "hertz", recorded("clock:hertz")),
             _panel(
-                "Throttled",
-                "Share of the time at a reduced clock, by reason; `sw_power_cap` is usual under"
-                " load.",
+                "GPU temperature",
+                "Temperature of the core.",
+                "celsius",
+                recorded("temperature:celsius"),
+            ),
+            _panel("GPU clock", "Clock of the processors.", "hertz", recorded("clock:hertz")),
+            _panel(
+                "Share of time at a reduced clock",
+                "By reason; `sw_power_cap` is usual under load and raises no alert.",
                 "percentunit",
                 "max by (gpu, reason) (rate(finetune_gpu_throttle_seconds_total"
                 f"{{{_OF}}}[{_RATE}]))",
                 "{{gpu}}: {{reason}}",
+                Limit(THROTTLED, "FineTuneGpuThrottled"),
             ),
         ),
+        is_collapsed=True,
     )
 
 
@@ -112,45 +139,46 @@ def _faults() -> Row:
         "Links and faults",
         (
             _panel(
-                "NVLink",
-                "Data a second, over all links of a GPU.",
+                "NVLink traffic",
+                "Sum over all links of a GPU.",
                 "Bps",
                 rate("nvlink_bytes", "direction"),
                 "{{gpu}} {{direction}}",
             ),
             _panel(
-                "PCIe",
-                "Data a second.",
+                "PCIe traffic",
+                "Between a GPU and its host.",
                 "Bps",
                 rate("pcie_bytes", "direction"),
                 "{{gpu}} {{direction}}",
             ),
             _panel(
                 "PCIe generation",
-                "One that falls under load is a fault of the slot; an idle GPU lowers it.",
+                "A generation that falls under load is a fault of the slot; an idle GPU lowers it.",
                 "none",
                 f"max by (gpu) (finetune_gpu_pcie_link_generation{{{_OF}}})",
             ),
             _panel(
-                "Memory errors",
-                "Since the driver was loaded; one that cannot be corrected is one too many.",
+                "GPU memory errors",
+                "Since the driver was loaded. Uncorrected errors raise an alert.",
                 "none",
                 f"max by (gpu, type) (finetune_gpu_ecc_errors_total{{{_OF}}})",
                 "{{gpu}}: {{type}}",
             ),
             _panel(
-                "XIDs",
+                "GPU errors by XID",
                 "Errors that the driver reported, by NVIDIA's number.",
                 "none",
                 f"max by (gpu, xid) (finetune_gpu_xid_errors_total{{{_OF}}})",
                 "{{gpu}}: XID {{xid}}",
             ),
             _panel(
-                "Errors of links",
-                "Of NVLink, a second, by kind.",
+                "NVLink errors per second",
+                "By kind.",
                 "none",
                 rate("nvlink_errors", "kind"),
                 "{{gpu}}: {{kind}}",
             ),
         ),
+        is_collapsed=True,
     )

@@ -1,5 +1,6 @@
 """Alerts on the operator itself."""
 
+from monitoring.limits import FAILED_RECONCILES
 from monitoring.rule import Alert, Severity
 from monitoring.windows import Windows, duration
 
@@ -28,7 +29,7 @@ def operator_alerts(windows: Windows) -> tuple[Alert, ...]:
         ),
         Alert(
             "FineTuneOperatorErrors",
-            f"{errors} / ({tries} > 0) > 0.5",
+            f"{errors} / ({tries} > 0) > {FAILED_RECONCILES:g}",
             windows.long,
             Severity.WARNING,
             "Most of what the operator tries with the backend {{ $labels.backend }} fails.",

@@ -149,10 +149,10 @@ class Prometheus:
         return [(one["metric"], float(one["value"][1])) for one in result]
 
     def ask_range(
-        self, expr: str, begin: float, end: float
+        self, expr: str, begin: float, end: float, step: float
     ) -> list[tuple[Labels, list[tuple[float, float]]]]:
-        """Return the series of an answer with a point for each second between two times."""
-        between = {"start": f"{begin}", "end": f"{end}", "step": "1"}
+        """Return the series of a response with a point for each step between two times."""
+        between = {"start": f"{begin}", "end": f"{end}", "step": f"{step}"}
         return [
             (one["metric"], [(time, float(value)) for time, value in one["values"]])
             for one in self._get("query_range", {"query": expr, **between})["result"]

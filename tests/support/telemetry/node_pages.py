@@ -40,6 +40,15 @@ def ask(url: str | None, method: str, path: str, body: bytes | None = None) -> A
         connection.close()
 
 
+def progress_of(address: str) -> str | None:
+    """Return the progress on the page at host and port; None while rank 0 has not reported."""
+    try:
+        response = ask(f"http://{address}/metrics", "GET", "/progress")
+    except (ConnectionRefusedError, TimeoutError):
+        return None
+    return response.text if response.status == 200 else None
+
+
 def read_series(text: str) -> Series:
     """Return what a page's text has, as Prometheus reads it."""
     return {

@@ -61,14 +61,14 @@ def gpu(name: str, job: str, **labels: str) -> str:
         ),
         pytest.param(
             "job",
-            "Busy time of a step",
+            "Busy time per step",
             {phase("eval", "0"): "0+60x90", f"{STEPS}{of('llama')}": "7x90"},
             {},
             id="busy time of a step while a job evaluates",
         ),
         pytest.param(
             "job",
-            "Size of a checkpoint",
+            "Checkpoint size",
             {
                 # One is written, one fails, and a third is still being written.
                 f"{SAVED}_count{of('llama', kind='save_blocking')}": "0x55 1 2 3x30",
@@ -80,28 +80,28 @@ def gpu(name: str, job: str, **labels: str) -> str:
         ),
         pytest.param(
             "job",
-            "Data",
+            "Collective data per second",
             {collective("bytes", rank): "0+6000x90" for rank in "0123"},
             {'{group="dp", op="all_reduce"}': 100},
             id="data of collectives that all ranks have in common",
         ),
         pytest.param(
             "job",
-            "Calls",
+            "Collective calls per second",
             {collective("collectives", rank): "0+120x90" for rank in "0123"},
             {'{op="all_reduce", size="large"}': 2},
             id="calls that all ranks have in common",
         ),
         pytest.param(
             "node",
-            "Throttled",
+            "Share of time at a reduced clock",
             {gpu("throttle_seconds", job, reason="hw_thermal"): "0+60x90" for job in BESIDE},
             {'{gpu="GPU-1", reason="hw_thermal"}': 1},
             id="a GPU that two pages tell of",
         ),
         pytest.param(
             "node",
-            "PCIe",
+            "PCIe traffic",
             {gpu("pcie_bytes", job, direction="tx"): "0+600x90" for job in BESIDE},
             {'{direction="tx", gpu="GPU-1"}': 10},
             id="bytes of a GPU that two pages tell of",
@@ -118,7 +118,7 @@ def gpu(name: str, job: str, **labels: str) -> str:
         ),
         pytest.param(
             "fleet",
-            "Time of all jobs",
+            "Jobs by time category",
             {
                 spent("made-anew", "productive"): "0+60x39 0+60x90",
                 spent("llama", "productive"): "0+60x90",
