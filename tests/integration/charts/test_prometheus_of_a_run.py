@@ -20,6 +20,7 @@ from support.charts.prometheus import Prometheus, Target, filled, needs_promethe
 from support.cluster.clusters import embedded_cluster
 from support.cluster.operators import Api, OperatorProcess, open_api, wait_until
 from support.launch.launches import until
+from support.telemetry.node_pages import progress_of
 from support.telemetry.trained_page import training
 
 pytestmark = [pytest.mark.full, needs_prometheus, needs_helm]
@@ -49,6 +50,12 @@ class PlayedOperator:
         wait_until(lambda: name in self.api.attempts(self.namespace), 60)
         self.api.play(self.namespace, name, phase="Running", ready="1", step="1")
         wait_until(lambda: self.api.phase(self.namespace, job) == "Running", 60)
+
+    def hand_over(self, page: str) -> None:
+        """Report the progress on a page to the operator as progress of the running job."""
+        text = progress_of(page)
+        if text is not None:
+            self.api.play(self.namespace, f"{JOB}-1", phase="Running", ready="1", progress=text)
 
     def end_one(self) -> None:
         """Let one more job train, be preempted, train again and end."""
@@ -88,10 +95,17 @@ def test_every_panel_of_a_healthy_run_answers(operator: PlayedOperator, tmp_path
         if panel.needs is Needs.NOTHING and not panel.is_empty_when_well
     ]
     silent: dict[str, Query] = {
-        f"{board.name}: {panel.title}: {query.legend}": query
+        f"{board.name}: {panel.title}: {number}": query
         for board, panel in panels
-        for query in panel.queries
+        for number, query in enumerate(panel.queries)
         if "mfu" not in query.expr  # a column of the table of all jobs
+    }
+    silent |= {
+        f"{board.name}: variable {one.name}": Query(
+            one.query.removeprefix("label_values(").rpartition(",")[0]
+        )
+        for board in boards(WINDOWS)
+        for one in board.variables
     }
     (tmp_path / "run").mkdir()
     (tmp_path / "prometheus").mkdir()
@@ -110,6 +124,7 @@ def test_every_panel_of_a_healthy_run_answers(operator: PlayedOperator, tmp_path
         with Prometheus(tmp_path / "prometheus", targets, WINDOWS) as prometheus:
 
             def has_every_panel_answered() -> bool:
+                operator.hand_over(address)
                 operator.end_one()
                 for name, query in list(silent.items()):
                     answer = prometheus.ask(filled(query.expr, variables, WINDOWS))

@@ -23,7 +23,7 @@ from support.cluster.operators import OperatorProcess, open_api, wait_until
 from support.launch.faulty_ranks import FaultyRanks
 from support.launch.launches import free_port, launch, train_config, until
 from support.launch.two_networks import LINK, Network, needs_networks, two_networks
-from support.telemetry.node_pages import ask, free_ports
+from support.telemetry.node_pages import free_ports, progress_of
 
 pytestmark = [pytest.mark.full, needs_prometheus, needs_helm]
 
@@ -54,14 +54,10 @@ class Job:
 
     def progress(self) -> str | None:
         """Return what rank 0's page says; None while it says nothing."""
-        try:
-            answer = ask(f"http://{next(iter(self.pages.values()))}/metrics", "GET", "/progress")
-        except (ConnectionRefusedError, TimeoutError):
-            return None
-        if answer.status != 200:
-            return None
-        self.suspected |= {one.rank for one in Progress.model_validate_json(answer.text).suspects}
-        return answer.text
+        text = progress_of(next(iter(self.pages.values())))
+        if text is not None:
+            self.suspected |= {one.rank for one in Progress.model_validate_json(text).suspects}
+        return text
 
     def targets(self, name: str, namespace: str) -> list[Target]:
         return [

@@ -59,11 +59,11 @@ def scraped(folder: Path, gpus: Callable[[], str]) -> Iterator[Prometheus]:
 
 def test_panels_that_a_healthy_run_without_gpu_leaves_empty_answer(tmp_path: Path) -> None:
     silent = {
-        f"{board.name}: {panel.title}": query
+        f"{board.name}: {panel.title}: {number}": query
         for board in boards(WINDOWS)
         for panel in board.panels
         if panel.needs is Needs.GPU or panel.is_empty_when_well
-        for query in panel.queries
+        for number, query in enumerate(panel.queries)
     }
     assert silent
     with scraped(tmp_path, recorded_series.own_page) as prometheus:

@@ -19,6 +19,7 @@ from monitoring.groups import alerts_of, rules_of
 from monitoring.known import CATALOGUE, OF_DCGM, queries
 from monitoring.rule import Severity
 from monitoring.windows import Windows
+from support.charts.grafana_schema import schema_problems
 from support.charts.helm_chart import needs_helm, of_kind, rendered
 
 # What another one shows as well, or who looks for a fault asks by hand.
@@ -104,6 +105,24 @@ def test_a_variable_asks_for_what_there_is(board: Board) -> None:
         found = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.query)
         assert found is not None
         assert found[2] in KNOWN.labels_of(found[1])
+
+
+@every_board
+def test_a_dashboard_matches_the_schema_of_grafana(board: Board) -> None:
+    assert schema_problems(written(board)) == []
+
+
+def test_the_schema_check_finds_unknown_fields_and_wrong_types() -> None:
+    board = written(BOARDS[0])
+    board["panels"][1]["gridPos"]["w"] = "wide"
+    board["panels"][1]["colour"] = "red"
+    board["templating"]["list"][0]["type"] = "list"
+
+    unknown, width, variable = schema_problems(board)
+
+    assert unknown == "dashboard.panels[1].colour: not a field"
+    assert width.startswith("dashboard.panels[1].grid_pos.w: 'wide'")
+    assert variable.startswith("dashboard.templating.list_val[0].type_val: 'list'")
 
 
 def cells_of(place: dict[str, int]) -> set[tuple[int, int]]:
