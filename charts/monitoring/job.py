@@ -126,7 +126,8 @@ def _state(windows: Windows) -> tuple[Panel, ...]:
         ),
         number(
             "Time since the last step",
-            "Long during an evaluation, a checkpoint, or if a rank is stuck.",
+            "Long during an evaluation, a checkpoint, or if a rank is stuck. The alert waits for"
+            " ten steps if they take longer.",
             "s",
             f"time() - max(finetune_train_last_step_timestamp_seconds{{{_OF}}})",
             Limit(windows.silence, "FineTuneJobHung"),
