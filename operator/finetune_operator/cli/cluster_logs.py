@@ -57,7 +57,7 @@ async def print_log(job: Key, wanted: RankLog, profiles: Mapping[str, FineTunePr
             reached.
     """
     async with await HttpClient.connect() as client:
-        async for line in _lines(client, job, wanted, profiles):
+        async for line in lines_in_cluster(client, job, wanted, profiles):
             print(line, flush=True)
 
 
@@ -79,9 +79,11 @@ def attempt_number(job: str, status: FineTuneJobStatus, *, previous: bool) -> in
     return newest
 
 
-async def _lines(
+async def lines_in_cluster(
     client: HttpClient, job: Key, wanted: RankLog, profiles: Mapping[str, FineTuneProfile]
 ) -> AsyncIterator[str]:
+    """Yield the log of one rank; arguments and errors as in `print_log`."""
+
     async def read_job() -> FineTuneJob:
         return FineTuneJob.model_validate(await get_job(client, job))
 

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -27,10 +29,14 @@ from rich.text import Text
 from finetune_operator.api.validation import load_job
 from finetune_operator.backends import registry
 from finetune_operator.backends.local.machine_checks import usable_cores
+from finetune_operator.cli.bundle import ALWAYS, Bundle, new_file
+from finetune_operator.cli.bundle_cluster import add_cluster_job
+from finetune_operator.cli.bundle_here import add_run_directory
 from finetune_operator.cli.doctor_azureml import examine_azureml
 from finetune_operator.cli.doctor_cluster import examine_cluster
 from finetune_operator.cli.findings import Finding, State
 from finetune_operator.cli.output import takes_unicode
+from finetune_operator.cli.run_directories import run_directory
 from finetune_operator.errors import BrokenBackendError
 from finetune_operator.extras import DISTRIBUTION
 
@@ -48,7 +54,7 @@ class FindingsFormat(StrEnum):
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="A manifest; check what its job needs here.")
+        Path | None, typer.Argument(metavar="FILE|NAME", help="Manifest; NAME with --bundle.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     output: Annotated[
@@ -60,7 +66,7 @@ def doctor(
     ] = False,
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", "-n", help="For --cluster: the namespace for your jobs."),
+        typer.Option("--namespace", "-n", help="For --cluster: the namespace of your jobs."),
     ] = None,
     azureml: Annotated[
         bool,
@@ -70,6 +76,13 @@ def doctor(
     ] = False,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="FineTuneProfiles for --azureml.")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.tar.gz|FOLDER",
+            help="Write a support bundle for an issue to a new file, or to a folder.",
+        ),
     ] = None,
 ) -> None:
     """Show which packages are installed, which are missing, and the command that installs them.
@@ -83,30 +96,76 @@ def doctor(
     and Lease, your permissions, profiles, queues, shared storage, GPU nodes, and the admission
     policy.
 
+    With --bundle, write the findings and the status, Events and ends of the logs of a job to an
+    archive without credentials, environment values and data: of the job of a manifest, run
+    directory or name here, or with --cluster. Look through the archive before you send it.
+
     The exit code is 1 if something is missing that a run needs, else 0. Checks that could not be
     run are shown and do not count.
     """
-    if profile is not None and not azureml:
-        raise typer.BadParameter("--profile has no effect without --azureml; add that")
-    if namespace is not None and not cluster:
-        raise typer.BadParameter("--namespace has no effect without --cluster; add that")
-    if azureml and cluster:
-        raise typer.BadParameter("--azureml and --cluster exclude each other; leave out one")
-    if file is not None and (cluster or azureml):
-        raise typer.BadParameter("FILE has no effect with --cluster and --azureml; leave it out")
+    as_json = as_json or output is FindingsFormat.JSON
+    _refuse(
+        {
+            "--profile has no effect without --azureml; add that": profile and not azureml,
+            "--namespace has no effect without --cluster; add that": namespace and not cluster,
+            "--azureml and --cluster exclude each other; leave out one": azureml and cluster,
+            "--bundle excludes --azureml, --json and -o json": bundle and (azureml or as_json),
+            "FILE has no effect with --cluster and --azureml; leave it out": (
+                file and not bundle and (cluster or azureml)
+            ),
+        }
+    )
+    if bundle is not None:
+        _write_bundle(bundle, str(file or ""), namespace, is_in_cluster=cluster)
+        return
     if cluster:
         findings = asyncio.run(examine_cluster(namespace))
     elif azureml:
         findings = examine_azureml(profile, os.environ)
     else:
         findings = examine(os.environ, Path.cwd(), needed_extras(file))
-    if as_json or output is FindingsFormat.JSON:
+    if as_json:
         shown = [_as_json(one) for one in findings]
         print(json.dumps(shown, indent=2, ensure_ascii=not takes_unicode()))
     else:
-        _print(findings)
+        print_findings(findings)
     if any(finding.state is State.MISSING for finding in findings):
         raise typer.Exit(1)
+
+
+def _refuse(combinations: Mapping[str, object]) -> None:
+    for sentence, is_given in combinations.items():
+        if is_given:
+            raise typer.BadParameter(sentence)
+
+
+def _write_bundle(wanted: Path, job: str, namespace: str | None, *, is_in_cluster: bool) -> None:
+    manifest = load_job(Path(job), may_resume=True) if os.path.isfile(job) else None
+    name = manifest[0].metadata.name if manifest else Path(job).name
+    contents = Bundle()
+    with new_file(wanted, name) as (path, file):
+        if job and is_in_cluster:
+            namespace = namespace or (manifest[0].metadata.namespace if manifest else None)
+            asyncio.run(add_cluster_job(contents, name, namespace))
+        elif job:
+            add_run_directory(contents, run_directory(job, manifest))
+        tables = {"machine": examine(os.environ, Path.cwd())}
+        if is_in_cluster:
+            tables["cluster"] = asyncio.run(examine_cluster(namespace))
+            contents.users |= {one.detail for one in tables["cluster"] if one.name == "user"}
+        for topic, findings in tables.items():
+            text = StringIO()
+            print_findings(findings, text)
+            contents.files[f"doctor/{topic}.txt"] = text.getvalue()
+        contents.write(file, f"Support bundle of {job or 'this machine'}")
+    print(f"{path}: {len(contents.files)} files\nLeft out:")
+    for sentence in (*contents.left_out, *ALWAYS):
+        print(f"- {sentence}")
+    print(
+        "\nLook through the files before you send them: names of namespaces, folders, images and "
+        "hosts remain, and a\nlog contains whatever a program has printed:"
+        f"\n\ntar -xOzf {shlex.quote(str(path))} | less"
+    )
 
 
 def _as_json(finding: Finding) -> dict[str, str]:
@@ -257,9 +316,12 @@ def _backends() -> list[Finding]:
     return found
 
 
-def _print(findings: list[Finding]) -> None:
-    width = None if sys.stdout.isatty() else 200  # otherwise columns are folded in files and logs
-    console = Console(soft_wrap=True, highlight=False, width=width)
+def print_findings(findings: list[Finding], file: TextIO | None = None) -> None:
+    """Print a table for each topic, and the commands that fix faults; by default to stdout."""
+    width = (
+        None if (file or sys.stdout).isatty() else 200
+    )  # else files and logs have folded columns
+    console = Console(soft_wrap=True, highlight=False, width=width, file=file)
     marks = {
         State.OK: ("ok", "green"),
         State.ABSENT: ("-", "dim"),

@@ -24,6 +24,8 @@ SECRETS = {
     ),
     "a SAS token": ("sv=2022&sig=abc%3D&se=1", "sv=2022&sig=…&se=1"),
     "a hub token": ("token hf_abcdefghijklmnopqrstuvwx is invalid", "token … is invalid"),
+    "a token after an escaped line end": (r"'a\nhf_abcdefghijklmnopqrstuvwx'", r"'a\n…'"),
+    "a name after an escaped line end": (r"'a\npassword=b'", r"'a\npassword=…'"),
     "a bearer token": ("Bearer abcdefghijklmnop.qrst-uv", "Bearer …"),
     "a header": ("{'Authorization': 'Basic bWU6cGFzc3dvcmQ='}", "{'Authorization': 'Basic …'}"),
     "a JSON Web Token": ("got eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.c2ln", "got …"),

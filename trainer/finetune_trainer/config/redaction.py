@@ -18,6 +18,8 @@ _KEYS = (
     r"|secret[_-]?(?:access[_-]?)?key"
     r"|(?:access|api|auth|bearer|hf|hub|id|refresh|sas|security|session|wandb)[_-]?token)"
 )
+_START = r"(?:\b|(?<=\\[nrt]))"
+"""Start of a word, also after an escaped line end or tab."""
 _RULES = tuple(
     (re.compile(pattern, re.IGNORECASE), replacement)
     for pattern, replacement in (
@@ -45,10 +47,10 @@ _RULES = tuple(
             r"[^\s\"',}]{8,4096}",
             rf"\1{HIDDEN}",
         ),
-        (r"\b(bearer\s{1,3})[a-z0-9._~+/=-]{20,4096}", rf"\1{HIDDEN}"),
+        (_START + r"(bearer\s{1,3})[a-z0-9._~+/=-]{20,4096}", rf"\1{HIDDEN}"),
         # NAME=VALUE, "name": "value"
         (
-            rf"(?<![a-z])((?:{_KEYS}|(?<!_)token)(?:=|%3D|[\"']\s{{0,3}}:\s{{0,3}})[\"']?)"
+            rf"(?:(?<![a-z])|(?<=\\[nrt]))((?:{_KEYS}|(?<!_)token)(?:=|%3D|[\"']\s{{0,3}}:\s{{0,3}})[\"']?)"
             r"[^&\s\"',;}]+",
             rf"\1{HIDDEN}",
         ),
@@ -61,11 +63,11 @@ _RULES = tuple(
 ) + tuple(
     (re.compile(pattern), HIDDEN)
     for pattern in (
-        r"\b(?:hf_|api_org_)[A-Za-z0-9]{20,256}\b",
-        r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-        r"\b(?:gh[opsur]_|github_pat_)\w{30,256}\b",
-        r"\bwandb_v1_\w{16,256}\b",
-        r"\beyJ[\w-]{10,4096}\.[\w-]{10,8192}\.[\w-]{0,1024}",  # a JSON Web Token
+        _START + r"(?:hf_|api_org_)[A-Za-z0-9]{20,256}\b",
+        _START + r"(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+        _START + r"(?:gh[opsur]_|github_pat_)\w{30,256}\b",
+        _START + r"wandb_v1_\w{16,256}\b",
+        _START + r"eyJ[\w-]{10,4096}\.[\w-]{10,8192}\.[\w-]{0,1024}",  # a JSON Web Token
         r"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])",  # a key of an Azure account
     )
 )
