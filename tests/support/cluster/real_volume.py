@@ -67,7 +67,7 @@ class Volume:
             claim |= {"storageClassName": "", "volumeName": namespace}
         made = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata}
         cluster.apply({**made, "spec": claim}, self._pod(namespace))
-        self._kubectl("wait", "pod/volume", "--for=condition=Ready", "--timeout=60s")
+        self._kubectl("wait", "pod/volume", "--for=condition=Ready", "--timeout=300s")
 
     def close(self) -> None:
         """Delete the files of a folder of the nodes; a storage class looks after its own."""
