@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,6 +48,8 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", "StorageClass", False)
 VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", False)
 _ADMISSION = "admissionregistration.k8s.io"
+_RBAC = "rbac.authorization.k8s.io"
+_BINDINGS = Resource(_RBAC, "v1", "rolebindings", "")
 POLICIES = Resource(_ADMISSION, "v1", "validatingadmissionpolicies", "", False)
 BINDINGS = Resource(_ADMISSION, "v1", "validatingadmissionpolicybindings", "", False)
 
@@ -623,3 +626,37 @@ def test_a_queue_without_kueue_and_a_queue_that_is_missing_or_inactive_are_fault
     assert report.of("silver", topic)["detail"] == "of ClusterQueue all"
     guest = doctor("-n", "team-q", as_guest=True)
     assert guest.of("LocalQueues", topic)["state"] == "unknown"
+
+
+def test_a_bundle_of_a_user_who_may_only_read_jobs_names_the_parts_that_are_left_out(
+    plane: ControlPlane, api: Api, put: Callable[..., None], tmp_path: Path
+) -> None:
+    api.install_crds()
+    role = {"rules": [{"apiGroups": ["finetune.dev"], "resources": ["*"], "verbs": ["get"]}]}
+    put(Resource(_RBAC, "v1", "roles", ""), "reader", "default", **role)
+    subjects = [{"kind": "User", "name": GUEST, "apiGroup": _RBAC}]
+    ref = {"kind": "Role", "name": "reader", "apiGroup": _RBAC}
+    put(_BINDINGS, "reader", "default", subjects=subjects, roleRef=ref)
+    body = manifest(**JOB)
+    kind = {name: body[name] for name in ("apiVersion", "kind")}
+    put(FINE_TUNE_JOBS, "tiny", "default", spec=body["spec"], **kind)
+    config = yaml.safe_load(plane.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": GUEST}
+    kubeconfig = tmp_path / "guest"
+    kubeconfig.write_text(yaml.safe_dump(config))
+
+    command = ["doctor", "tiny", "--cluster", "--bundle", str(tmp_path / "out.tar.gz")]
+    invoked = CliRunner().invoke(app, command, env={"KUBECONFIG": str(kubeconfig)})
+
+    assert invoked.exit_code == 0, invoked.output
+    for part in ("profile", "jobs", "pods", "events", "the operator's log"):
+        assert f"- {part}: you may not read it" in invoked.stdout
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        names = [one.name for one in archive]
+        table = archive.extractfile("bundle/doctor/cluster.txt")
+        assert table is not None
+        text = table.read().decode()
+    assert "bundle/job.yaml" in names
+    assert "bundle/pods.yaml" not in names
+    assert GUEST not in text.split()
+    assert "USER" in text.split()
