@@ -82,7 +82,7 @@ class Bundle:
 
     def write(self, file: BinaryIO, title: str) -> None:
         """Write the archive, which begins with the list of its contents."""
-        cleaned = {self.clean(path): self.clean(text) for path, text in self.files.items()}
+        cleaned = {self.clean(path): self.clean(text) for path, text in sorted(self.files.items())}
         self.left_out = [self.clean(one) for one in self.left_out]
         contents = {"CONTENTS.md": _contents(self.clean(title), cleaned, self.left_out)}
         with tarfile.open(fileobj=file, mode="w:gz") as archive:

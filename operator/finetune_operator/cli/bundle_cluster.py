@@ -97,6 +97,7 @@ async def _add_pod_logs(bundle: Bundle, client: HttpClient, pods: list[Object]) 
     """Add the logs of the containers that have started; failed and newer pods come first."""
     pods = sorted(pods, key=lambda one: one["metadata"].get("creationTimestamp", ""), reverse=True)
     pods.sort(key=lambda one: get_in(one, "status", "phase") != "Failed")
+    reads = []
     for one in pods[:MAX_LOGS]:
         name, namespace = one["metadata"]["name"], one["metadata"]["namespace"]
         for kind in ("initContainerStatuses", "containerStatuses"):
@@ -106,7 +107,8 @@ async def _add_pod_logs(bundle: Bundle, client: HttpClient, pods: list[Object]) 
                     lines = client.log(
                         name, namespace, container=of, tail=NUM_LINES, max_bytes=MAX_BYTES
                     )
-                    await _add_log(bundle, f"logs/{name}/{of}.log", lines)
+                    reads.append(_add_log(bundle, f"logs/{name}/{of}.log", lines))
+    await asyncio.gather(*reads)  # the nodes of several pods may not respond
     if len(pods) > MAX_LOGS:
         bundle.left_out.append(f"logs of {len(pods) - MAX_LOGS} of {len(pods)} pods")
 

@@ -244,6 +244,16 @@ def test_the_contents_and_the_command_name_the_files_and_their_absence(cluster: 
     assert "FineTuneJob" in yaml.safe_load(texts["job.yaml"])["kind"]
 
 
+def test_a_job_without_a_log_names_the_reason(cluster: Cluster) -> None:
+    backend = {"type": "azureml", "azureml": {"profile": "absent"}}
+    source = {"model__source": "hf://a/b", "dataset__source": "hf://a/c"}
+    cluster.put(FINE_TUNE_JOBS, "default", manifest(name="tiny", backend=backend, **source))
+    done = cluster.doctor("tiny", "--cluster", "--bundle", "out.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert "- logs/rank-0.log: cannot be read (no log of FineTuneJob default/tiny" in done.stdout
+    assert "profile.yaml" not in texts_of(cluster.folder / "out.tar.gz")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
