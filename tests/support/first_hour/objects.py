@@ -1,5 +1,7 @@
 """Objects of the first hour on Azure: namespaces, claims and jobs, and reads of a status."""
 
+import uuid
+
 from support.first_hour.shell import STORAGE, Object, Options
 
 CLAIM, PROFILE = "data", "first-hour"
@@ -53,7 +55,11 @@ def copy_objects(namespace: str, options: Options, kind: str) -> tuple[Object, O
 
 
 def job_object(namespace: str, name: str, spec: Object) -> Object:
-    """Return a FineTuneJob of the quickstart's model on two nodes, changed in `spec`."""
+    """Return a FineTuneJob of the quickstart's model on two nodes, changed in `spec`.
+
+    Its folders are new, because a job does not continue from the files of a deleted job.
+    """
+    folder = f"{name}-{uuid.uuid4().hex[:8]}"
     training = {"globalBatchSize": 2, "maxSeqLength": 256, "learningRate": 3e-3}
     return {
         "apiVersion": "finetune.dev/v1alpha1",
@@ -64,8 +70,8 @@ def job_object(namespace: str, name: str, spec: Object) -> Object:
             "dataset": {"source": f"pvc://{CLAIM}/quickstart/train.jsonl"},
             "method": {"type": "lora", "lora": {"r": 8, "alpha": 16}},
             "topology": {"nodes": 2, "gpusPerNode": 0},
-            "checkpoint": {"uri": f"pvc://{CLAIM}/checkpoints/{name}", "everySteps": 10},
-            "output": {"uri": f"pvc://{CLAIM}/models/{name}"},
+            "checkpoint": {"uri": f"pvc://{CLAIM}/checkpoints/{folder}", "everySteps": 10},
+            "output": {"uri": f"pvc://{CLAIM}/models/{folder}"},
             "observability": {"statusIntervalSeconds": 5},
             "backend": {"type": "kubernetes", "kubernetes": {"profile": PROFILE}},
             **spec,

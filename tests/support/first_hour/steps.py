@@ -134,7 +134,7 @@ class Hour:
         ready = r"--for=jsonpath={.status.allocatable.nvidia\.com/gpu}=1"
         shell.kubectl("wait", *nodes, ready, "--timeout=15m")
         found = self._complete("files", "gpu", topology={"nodes": 1, "gpusPerNode": 1})
-        self._shell.az("aks", "nodepool", "delete", *self._aks, "--name", "gpu", "--no-wait")
+        self._shell.az("aks", "nodepool", "delete", *self._aks, "--name", "gpu")
         return found
 
     def spot(self) -> str:
@@ -146,7 +146,7 @@ class Hour:
         found, counted = self._recovered("files", "spot", self._evict, capacity="spot")
         if counted:
             raise StepError(f"the eviction counted as a restart: {found}")
-        self._shell.az("aks", "nodepool", "delete", *self._aks, "--name", "spot", "--no-wait")
+        self._shell.az("aks", "nodepool", "delete", *self._aks, "--name", "spot")
         return found
 
     def identity(self) -> str:
