@@ -14,7 +14,7 @@ _HEAD = """\
 
 Generated from `tests/corpus/chat_templates`; `make generate` writes it.
 
-Any chat template works by the same rules ([data](../trainer.md#data)). These are tested, each with
+Any chat template works by the same rules ([data](../how-to/data.md)). These are tested, each with
 four conversations:
 
 - **system**: a system turn, a question and a reply

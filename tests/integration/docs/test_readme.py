@@ -19,8 +19,8 @@ from support.launch.launches import clean_environment
 from support.launch.tiny_run import write_inputs
 
 ROOT = Path(__file__).parents[3]
-SHOWING = ("README.md", "CONTRIBUTING.md", "docs/trainer.md")
-PAGES = (*SHOWING, "docs/tutorial.md")  # whose commands are run by test_tutorial.py
+SHOWING = ("README.md", "CONTRIBUTING.md")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL_JOB = """
 apiVersion: finetune.dev/v1alpha1
@@ -165,7 +165,7 @@ def test_readme_manifest_is_the_quickstart(tmp_path: Path) -> None:
 def test_the_trainer_runs_under_every_launcher_as_its_page_shows(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     (tmp_path / "job.yaml").write_text(SMALL_JOB)
-    page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "launchers.md").read_text(encoding="utf-8")
     first, *launches = [text for language, text in BLOCK.findall(page) if language == "sh"]
     place = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -195,13 +195,23 @@ def test_the_trainer_runs_under_every_launcher_as_its_page_shows(tmp_path: Path)
             assert Termination.read(Path(config.termination_path)).exit_code == 0, commands
 
 
-def test_links_of_the_pages_lead_somewhere() -> None:
-    broken = [
-        f"{page}: {target}"
-        for page in (*PAGES, "ROADMAP.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8"))
-        if not (ROOT / page).parent.joinpath(target).exists()
-    ]
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub derives them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_a_file_and_to_one_of_its_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^):]+)\)", page.read_text(encoding="utf-8"))
+    broken = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
 
     assert broken == []
 

@@ -1,4 +1,4 @@
-"""docs/status.md tells every phase, condition, reason, Event and column there is, and no other."""
+"""The pages of the status list every phase, condition, reason, Event and column, and no other."""
 
 import ast
 import re
@@ -30,74 +30,77 @@ from finetune_operator.reconcile.conditions import (
 )
 from finetune_trainer.config import FailureClass
 
-PAGE = Path(__file__).parents[3] / "docs" / "status.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = (DOCS / "status.md", DOCS / "reference" / "reasons.md")
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 BEFORE = FineTuneJobStatus()
 
 
-def tables(section: str) -> list[list[list[str]]]:
-    """Return the cells of the tables below a heading, without their first lines."""
-    _, *parts = re.split(r"^## (.+)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    text = dict(zip(parts[::2], parts[1::2], strict=True))[section]
-    found = re.findall(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
-        for rows in found
+def rows(section: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its first lines.
+
+    Raises:
+        ValueError: not exactly one of the pages has the heading.
+    """
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    _, *parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    (body,) = [
+        body for title, body in zip(parts[::2], parts[1::2], strict=True) if title == section
     ]
+    found = re.search(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", body, re.MULTILINE)
+    assert found, section
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
 
 
 def names(cell: str) -> list[str]:
     return re.findall(r"`([\w-]+)`", cell)
 
 
-def named(rows: list[list[str]]) -> list[str]:
-    return [name for row in rows for name in names(row[0])]
+def named(section: str) -> list[str]:
+    return [name for row in rows(section) for name in names(row[0])]
 
 
 def claims() -> dict[str, set[tuple[str, str]]]:
     """Return by reason the conditions that the page says to give it, and their status."""
-    reasons, *_ = tables("Reasons")
     return {
         names(row[0])[0]: set(re.findall(r"`(\w+)` (True|False|Unknown)", row[1]))
-        for row in reasons
+        for row in rows("Reasons of conditions")
     }
 
 
 def test_columns() -> None:
-    (rows,) = tables("Columns")
-    assert [(names(row[0]), row[1] == "yes") for row in rows] == [
+    assert [(names(row[0]), row[1] == "yes") for row in rows("Columns")] == [
         ([one["name"]], "priority" in one) for one in COLUMNS
     ]
 
 
 def test_phases() -> None:
-    (rows,) = tables("Phases")
-    assert named(rows) == [one.value for one in JobPhase]
+    assert named("Phases") == [one.value for one in JobPhase]
 
 
 def test_conditions_and_which_of_them_are_never_false() -> None:
-    (rows,) = tables("Conditions")
-    assert named(rows) == [one.value for one in ConditionType]
+    assert named("Conditions") == [one.value for one in ConditionType]
     told = [describe(BEFORE, Situation(stage, "Because", ""), NOW, 1) for stage in Stage]
     false = {one.type for status in told for one in status.conditions if one.status == "False"}
-    says = {names(row[0])[0]: row[2] != "never" for row in rows}
+    says = {names(row[0])[0]: row[2] != "never" for row in rows("Conditions")}
     # Admitted is False by a reason, not by a stage.
     assert {name for name, is_said in says.items() if is_said} == {*false, "Admitted"}
 
 
 def test_reasons() -> None:
-    reasons, of_kubernetes, _, classes = tables("Reasons")
-    assert named(reasons) == [FIRST_CONDITIONS[0].reason, *(one.value for one in Reason)]
-    assert named(of_kubernetes) == [one.value for one in KubernetesReason]
-    assert named(classes) == [one.value for one in FailureClass]
+    first = FIRST_CONDITIONS[0].reason
+    assert named("Reasons of conditions") == [first, *(one.value for one in Reason)]
+    kubernetes = named("Pods of the backend kubernetes")
+    assert kubernetes == [one.value for one in KubernetesReason]
+    assert named("Why an attempt ended") == [one.value for one in FailureClass]
 
 
 def test_reasons_of_azureml_and_when_they_are_stalled() -> None:
-    _, _, rows, _ = tables("Reasons")
+    section = "Jobs of the backend azureml"
     limits = {row.obstacle.reason: row.limit for row in STATES.values() if row.obstacle}
     unlisted = {"NotStopped", "UnknownState", "ServiceSilent", "NotSeen"}
-    assert sorted(named(rows)) == sorted(limits.keys() | unlisted)
-    for row in rows:
+    assert sorted(named(section)) == sorted(limits.keys() | unlisted)
+    for row in rows(section):
         for name in names(row[0]):
             number, _, unit = row[2].partition(" ")
             if name in limits:
@@ -148,6 +151,5 @@ def test_events() -> None:
         for attempt in [AttemptStatus(number=1, end_time="then", failure_class=one)]
         for pair in told(FineTuneJobStatus(attempts=[attempt]))
     }
-    (rows,) = tables("Events")
-    said = {(row[1], name) for row in rows for name in names(row[0])}
+    said = {(row[1], name) for row in rows("Events") for name in names(row[0])}
     assert said == literal_events() | conditions | ends

@@ -305,8 +305,9 @@ ON_GPUS: dict[str, dict[str, Any]] = {
 
 
 def settings_that_turn_a_default_off() -> list[str]:
-    """Return what the last column of the table in docs/trainer.md names, with its value."""
-    text = (Path(__file__).parents[3] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    """Return the settings and values in the last column of docs/reference/defaults.md."""
+    page = Path(__file__).parents[3] / "docs" / "reference" / "defaults.md"
+    text = page.read_text(encoding="utf-8")
     section = text.partition("## On a GPU")[2].partition("\n## ")[0]
     rows = [line.rsplit("|", 2)[1] for line in section.splitlines() if line.startswith("|")]
     found = (one for row in rows for one in re.findall(r"`(\w+\.\w+: \w+)`", row))

@@ -10,7 +10,7 @@ from finetune_operator.kube.resources import Object
 
 
 class KubernetesReason(StrEnum):
-    """The reasons why a gang does not run; docs/status.md has the remedy for each."""
+    """The reasons why a gang does not run; docs/reference/reasons.md has the remedy for each."""
 
     QUEUED = "Queued"
     KUEUE_NOT_INSTALLED = "KueueNotInstalled"
