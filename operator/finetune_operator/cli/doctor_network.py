@@ -28,8 +28,8 @@ _GROUPS = {"cilium.io": "Cilium", "crd.projectcalico.org": "Calico", "crd.antrea
 _AKS_POLICY = "kubernetes.azure.com/network-policy"
 _AKS_NAMES = {"azure": "Azure NPM", "calico": "Calico", "cilium": "Cilium"}
 _OPEN = (
-    "so every pod of the cluster can connect to training pods; docs/installation.md, section "
-    '"NetworkPolicies"'
+    "so every pod of the cluster can connect to training pods; docs/how-to/network-policies.md "
+    "lists the ports"
 )
 _REMEDY = (
     "az aks update --network-policy cilium --network-dataplane cilium --name CLUSTER "

@@ -1,4 +1,4 @@
-"""docs/security.md names every rule of the chart's roles, and who in the code needs it."""
+"""The pages on security name every rule of the chart's roles, and its callers in the code."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,11 @@ from support.charts.helm_chart import Json, needs_helm, of_kind, rendered
 from support.cluster.called_rights import EVERYBODYS, PACKAGE, SOURCES, calls_of
 
 ROOT, TESTS = Path(__file__).parents[3], Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+SECURITY, BOUNDARIES, PERMISSIONS = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("security.md", "reference/security-table.md", "reference/permissions.md")
+)
+PAGE = "\n".join((BOUNDARIES, PERMISSIONS, SECURITY))
 FILE = re.compile(r"`((?:kernel|backends)/[a-z_/]+\.py)`")
 Rule = tuple[str, str]
 """A kind as kubectl names it, and its verbs."""
@@ -117,8 +121,9 @@ def test_every_test_that_the_table_of_boundaries_names_exists() -> None:
 def test_policy_and_page_name_the_same_actors_and_each_other() -> None:
     policy = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     actors = re.findall(r"^\| ([A-Z][0-9]?) \|", policy, re.MULTILINE)
-    introduced = PAGE[PAGE.index("Actors:") : PAGE.index("| asset |")]
+    introduced = BOUNDARIES[BOUNDARIES.index("Actors:") : BOUNDARIES.index("| asset |")]
     assert re.findall(r"\*\*([A-Z][0-9]?)\*\*", introduced) == actors
     assert "(docs/security.md#what-remains)" in policy
-    assert "### What remains" in PAGE
-    assert "(../SECURITY.md)" in PAGE
+    assert "\n## What remains\n" in SECURITY
+    assert "(../SECURITY.md)" in SECURITY
+    assert "(../../SECURITY.md)" in BOUNDARIES
