@@ -4,7 +4,7 @@
 
 The profile names the workspace, a compute and an environment that has `python`; jobs are created as
 whoever is logged in, or as the profile's clientId. What is found is printed, and written to the
-file that FINETUNE_LIVE_AZUREML_FACTS names: compare it with docs/how-to/azure-ml.md.
+file that FINETUNE_LIVE_AZUREML_FACTS names: compare it with docs/tested.md.
 """
 
 import json
