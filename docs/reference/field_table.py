@@ -152,7 +152,8 @@ def rules_of(schema: Schema, path: str) -> Iterator[tuple[str, str]]:
 
 def escaped(text: str) -> str:
     """Return text that Markdown shows as it is, also in a table."""
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("*", "&#42;")):
+    entities = {"&": "&amp;", "<": "&lt;", "|": "&#124;", "*": "&#42;", "]": "&#93;"}
+    for character, entity in entities.items():
         text = text.replace(character, entity)
     return text
 

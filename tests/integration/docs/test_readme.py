@@ -20,7 +20,6 @@ from support.launch.tiny_run import write_inputs
 
 ROOT = Path(__file__).parents[3]
 SHOWING = ("README.md", "CONTRIBUTING.md")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -245,27 +244,6 @@ def test_the_trainer_runs_under_every_launcher_as_its_page_shows(tmp_path: Path)
             Path(config.termination_path).unlink(missing_ok=True)
             run(commands)
             assert Termination.read(Path(config.termination_path)).exit_code == 0, commands
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub derives them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles]
-    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_lead_to_a_file_and_to_one_of_its_headings(page: Path) -> None:
-    targets = re.findall(r"\]\(([^):]+)\)", page.read_text(encoding="utf-8"))
-    broken = []
-    for target in targets:
-        path, _, anchor = target.partition("#")
-        found = page.parent / path if path else page
-        if not found.exists() or (anchor and anchor not in anchors(found)):
-            broken.append(target)
-
-    assert broken == []
 
 
 def test_each_cell_of_the_comparison_has_a_source() -> None:

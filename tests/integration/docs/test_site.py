@@ -39,7 +39,7 @@ RESEARCHER = {
     "axolotl": "how-to/migrate.md",
     "LoRA rank": "how-to/choose.md",
     "QLoRA": "how-to/choose.md",
-    "learning rate": "how-to/choose.md",
+    "learning rate": "reference/finetunejob.md",
     "batch size": "how-to/choose.md",
     "gradient accumulation": "how-to/choose.md",
     "FSDP": "how-to/choose.md",
@@ -62,12 +62,13 @@ RESEARCHER = {
     "watch ranks": "how-to/top.md",
 }
 PLATFORM_ENGINEER = {
-    "install": "installation.md",
+    "install": "install.md installation.md",
     "helm values": "installation.md reference/values.md",
-    "network policy": "installation.md",
+    "network policy": "how-to/network-policies.md",
     "upgrade": "upgrading.md",
     "rollback": "upgrading.md",
     "uninstall": "upgrading.md",
+    "operator does not start": "how-to/operator-start.md",
     "spot": "how-to/gpus.md",
     "autoscaling": "how-to/gpus.md",
     "Kueue queue": "how-to/gpus.md",
@@ -90,7 +91,7 @@ PLATFORM_ENGINEER = {
     "RBAC": "security.md",
     "credentials": "security.md",
     "pvc": "how-to/jobs.md",
-    "service account": "security.md",
+    "service account": "reference/permissions.md",
     "conditions": "status.md",
     "phase Unknown": "status.md",
     "Unschedulable": "how-to/gpus.md reference/reasons.md",
@@ -226,8 +227,4 @@ def first_hits(site: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_right_page_is_the_first_hit(question: str, first_hits: dict[str, str]) -> None:
-    pages = [page for page in QUESTIONS[question].split() if (SCRIPT.parent / page).exists()]
-    if not pages:
-        pytest.skip(f"not written yet: {QUESTIONS[question]}")
-
-    assert first_hits[question] in map(build_site.address, pages)
+    assert first_hits[question] in map(build_site.address, QUESTIONS[question].split())
