@@ -76,7 +76,7 @@ class Deleter:
             self.deleted.add(number)
 
     def spared(self, stories: "Iterable[Story]") -> set[str]:
-        """Return the names of the jobs that are not deleted."""
+        """Return the names of the jobs that were not deleted."""
         return {one.name for one in stories if one.number not in self.deleted}
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ def test_deleted_after_each_of_the_operators_writes_a_job_leaves_nothing(
         api.run(tell(api.client, namespace, stories))
         # The garbage collector asks every 30 s which kinds there are; it may not know ours yet.
         # A kind that another test has taken away since may hold it up for another round or two.
-        # The operator may write, and the job be deleted, after the job is over.
+        # The operator may write after the end of a job, and the job is then deleted.
         with suppress(AssertionError):
             wait_until(lambda: left(api, namespace) == deleter.spared(stories), 150)
         assert left(api, namespace) == deleter.spared(stories)
