@@ -110,6 +110,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("base") / "model")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape",
     [

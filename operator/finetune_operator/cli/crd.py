@@ -34,8 +34,7 @@ def crd(
     Apply them with: ftctl crd | kubectl apply -f -
 
     With --format jsonschema, print one JSON schema for both kinds, or write one for each kind. An
-    editor reads the schema that the first line of a manifest names, such as
-    # yaml-language-server: $schema=finetune.json.
+    editor finds the schema by a comment in the first line of a manifest, which the reference shows.
     """
     if write is not None:
         _write(_files(form), write)

@@ -109,6 +109,7 @@ def test_every_named_point_is_killed_at() -> None:
     assert {kill.split("@")[0] for kill in EVERY_POINT} == set(POINTS)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("ranks", "kills"),

@@ -65,6 +65,7 @@ def evaluations(config: TrainConfig) -> dict[int, float]:
     return numbers(config)["evaluations"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("strategy", "worlds"),

@@ -108,6 +108,7 @@ def test_workers_that_are_killed_lose_no_step_beyond_the_last_commit(inputs, unb
     assert last["failureClass"] == "Completed"
 
 
+@pytest.mark.full
 def test_a_killed_ftctl_adopts_what_still_runs(inputs, unbroken, tmp_path):
     path = write_manifest(inputs, tmp_path)
     with start_ftctl(path) as killed:

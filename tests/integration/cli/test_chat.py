@@ -98,6 +98,7 @@ def shown(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
+@pytest.mark.full
 def test_greedy_responses_equal_the_samples_of_the_run(finished: tuple[Path, str]) -> None:
     folder, output = finished
     assert "Chat with it: ftctl chat job.yaml" in output.splitlines()
@@ -117,6 +118,7 @@ def test_greedy_responses_equal_the_samples_of_the_run(finished: tuple[Path, str
     assert {*remarks} <= {f"cut after {SAMPLE_TOKENS} tokens; --max-new-tokens sets the limit"}
 
 
+@pytest.mark.full
 def test_a_copied_folder_takes_its_base_from_the_hubs_cache_and_questions_from_a_pipe(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -365,6 +367,7 @@ def test_an_end_while_the_models_are_loaded(
     assert "Traceback" not in terminal.output
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_ends_the_program_quietly(tmp_path: Path) -> None:
     scripted_model(tmp_path / "endless", "abc de", is_endless=True)
     with subprocess.Popen(

@@ -214,6 +214,7 @@ def said_of(made: Object) -> str:
     return json.dumps(made["status"]["conditions"])
 
 
+@pytest.mark.full
 def test_what_a_killed_process_started_is_adopted_by_the_next(serve: Serve) -> None:
     dev = serve(attempt_1={"steps": 150, "step_seconds": 0.05})
     dev.apply()
@@ -260,6 +261,7 @@ def test_a_job_that_takes_over_goes_on_with_what_the_deleted_one_of_its_name_wro
     assert told["resumedStep"] >= 3
 
 
+@pytest.mark.full
 def test_a_folder_in_use_by_ftctl_run_is_named_and_left_alone(serve: Serve, folder: Path) -> None:
     dev = serve(attempt_1={"steps": 1})
     with RunFolder(run_dir(folder)) as theirs:

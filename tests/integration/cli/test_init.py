@@ -55,6 +55,7 @@ def cached(folder: Path) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_a_manifest_is_written_previewed_and_run(project: Path) -> None:
     options = ("--model", "./model", "--data", "rows.jsonl", "--columns", "")
     wrote = ftctl("init", *options, "-o", "job.yaml", folder=project, python=("-X", "importtime"))

@@ -165,6 +165,7 @@ def test_no_line_of_a_library_is_printed(complete: tuple[Path, str]) -> None:
         assert NOISE not in done.stdout
 
 
+@pytest.mark.full
 def test_the_output_of_a_trainer_that_crashes_is_printed(complete: tuple[Path, str]) -> None:
     folder, _ = complete
     broken = with_noise(folder)
@@ -597,6 +598,7 @@ def test_run_on_this_machine_takes_the_place_of_another_backend(tmp_path: Path) 
     assert done.stdout.startswith("# backend local")
 
 
+@pytest.mark.full
 def test_a_run_without_checkpoints_stops_without_one_and_begins_anew(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"checkpoint.everySteps": None, "checkpoint.enabled": False}
     file = write_project(tmp_path, **settings, **{"training.maxSteps": ENDLESS})

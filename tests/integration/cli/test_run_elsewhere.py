@@ -156,6 +156,7 @@ def test_fresh_first_ends_what_a_service_still_runs(tmp_path: Path) -> None:
         assert starts(tmp_path) == [(1, 0)]
 
 
+@pytest.mark.full
 def test_fresh_is_refused_while_the_service_is_silent(tmp_path: Path) -> None:
     project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
     with left_running(project) as pid:
@@ -208,6 +209,7 @@ def test_ctrl_c_leaves_what_fresh_waits_for(tmp_path: Path) -> None:
         assert not run_dir.with_name("tiny.1").exists()
 
 
+@pytest.mark.full
 def test_a_job_of_a_service_says_from_which_checkpoint_it_goes_on(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", ENDLESS)
     with left_running(project):
@@ -227,6 +229,7 @@ def test_a_job_of_a_service_says_from_which_checkpoint_it_goes_on(tmp_path: Path
         assert f"resuming with attempt 2, from {kept}\n" in said
 
 
+@pytest.mark.full
 def test_a_job_of_a_service_that_told_of_no_checkpoint_may_have_one(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", {"fail_at": 2, "exit_code": 65})
     code, said = project.call("run", "job.yaml")
@@ -267,6 +270,7 @@ def wait_until_running(api: Api) -> None:
     wait_until(lambda: api.phase("default", "tiny") == "Running", PATIENCE_SECONDS)
 
 
+@pytest.mark.full
 def test_the_end_of_ftctl_dev_leaves_jobs_of_a_service_to_the_next_start(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", ENDLESS)
     try:
@@ -289,6 +293,7 @@ def test_the_end_of_ftctl_dev_leaves_jobs_of_a_service_to_the_next_start(tmp_pat
         kill_what_runs_below(tmp_path)
 
 
+@pytest.mark.full
 def test_logs_of_a_waiting_job_give_its_reason_and_follow_waits_for_it(tmp_path: Path) -> None:
     project = Project(tmp_path)
     with project.start("dev", "--port", "0") as process:

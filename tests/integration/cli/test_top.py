@@ -103,6 +103,7 @@ def check_ranks(told: Any) -> None:
         assert (rank["gpu"], rank["gpuUtilizationRatio"]) == (None, None)
 
 
+@pytest.mark.full
 def test_a_job_of_this_machine_is_shown_with_the_ranks_of_all_its_nodes(running: Path) -> None:
     told = top(running, "tiny")
     assert told["job"]["phase"] == "Training"
@@ -128,6 +129,7 @@ def profile(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.full
 def test_a_profile_of_the_next_steps_is_recorded_and_its_path_printed(running: Path) -> None:
     done = profile(running, "job.yaml", "--steps", "2")
     assert done.returncode == 0, done.stderr

@@ -89,6 +89,7 @@ def test_a_row_that_cannot_be_read_is_told_after_one_before_it_that_cannot_be_us
         list(crew.encode(rows(batch(0), batch(1))))
 
 
+@pytest.mark.full
 def test_a_large_data_set_has_the_same_files_by_one_process_and_by_several(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ except Interrupted:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL],

@@ -147,6 +147,7 @@ def run_in(folder: Path, command: str, given: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_quick_start_writes_the_shown_manifest_trains_and_chats(own_data: Path) -> None:
     init, run, chat = (shown.command for shown in OWN)

@@ -144,6 +144,7 @@ def structure(html: str) -> Counter[str]:
     return Counter(tag for tag, _ in Elements(html).found if tag in STRUCTURE)
 
 
+@pytest.mark.full
 def test_each_page_has_the_structure_that_github_shows(build: Path, site: Path) -> None:
     """Python-Markdown and GitHub read indented lists and tables differently."""
     github = MarkdownIt("commonmark").enable("table")

@@ -61,6 +61,7 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_what_ranks_share_is_exported_whole(inputs: Path, tmp_path: Path, strategy: str) -> None:
     methods: dict[str, dict[str, Any]] = {

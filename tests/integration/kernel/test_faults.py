@@ -39,6 +39,7 @@ def leader_and_standby(
         yield (one, two) if one.said("synced") else (two, one)
 
 
+@pytest.mark.full
 def test_killed_in_a_burst_and_started_again_it_doubles_nothing(api: Api, namespace: str) -> None:
     names = [f"burst-{number:02d}" for number in range(20)]
     with OperatorProcess(api.kubeconfig, namespace) as first:

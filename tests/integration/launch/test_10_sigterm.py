@@ -78,6 +78,7 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCon
     return config
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "places",

@@ -104,6 +104,7 @@ def mounts(inputs: Path, place: Path, local: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_one_node_without_a_distribution_trains_as_a_plain_run(
     start: Start, inputs: Path, plain: dict[str, dict[int, Any]], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_rank_that_nccl_aborts_at_a_timeout_is_hung(started) -> None:
     assert "what():" in run.stderr, "what ranks write is passed on"
 
 
+@pytest.mark.full
 def test_a_rank_that_stays_away_from_a_collective_makes_the_attempt_hung(started) -> None:
     run = started("stay_away", control={"collective_timeout_seconds": 5})
     assert run.wait() == 1, run.stderr

@@ -138,6 +138,7 @@ def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Laun
     until(lambda: not any(map(is_alive, ranks)))
 
 
+@pytest.mark.full
 @launchers(mpirun)
 def test_the_rank_that_is_to_blame_has_the_last_word(job: Job, launcher: Launcher) -> None:
     launcher(job, "act", {"ACT": "data", "ACT_RANK": "1"})

@@ -29,6 +29,7 @@ def starts(run: Launch) -> int:
     return sum(event["event"] == "started" for event in run.events(0))
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_restarted_with_its_peers_and_continues_the_attempt(
     started: Start,
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_tracker_that_refuses_costs_one_warning_without_its_credentials(
     assert progress_of(config).trackers is None
 
 
+@pytest.mark.full
 def test_a_tracker_that_hangs_costs_one_warning_and_no_step(
     server: StandInMlflow, tmp_path: Path
 ) -> None:

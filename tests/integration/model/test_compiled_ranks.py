@@ -81,6 +81,7 @@ def test_compiled_layers_learn_under_ddp_and_fsdp_what_a_plain_loop_learns(tmp_p
         within_fp32(Outcome(**ranks[0]), reference(case))
 
 
+@pytest.mark.full
 def test_no_graph_is_compiled_before_the_first_step(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     train = {"path": str(inputs / "train.jsonl")}

@@ -84,6 +84,7 @@ def test_every_seed_gives_the_numbers_of_one_process(family, seeded):
         within_fp32(found, expected(case.method, case.seed))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in KEPT])
 def test_layers_that_stay_gathered_change_no_number(case, outcomes):
     within_fp32(outcomes[case.name], expected(case.method))

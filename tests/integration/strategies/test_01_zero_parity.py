@@ -85,11 +85,13 @@ def test_every_seed_gives_the_numbers_of_one_process(stage, seeded):
         within_fp32(found, expected(case.method, case.seed))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RECOMPUTING])
 def test_selective_recomputation_changes_no_number(case, outcomes):
     within_fp32(outcomes[case.name], expected(case.method))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [kind for kind, _ in OFFLOADS])
 def test_what_leaves_the_device_changes_no_number(kind, offloaded):
     method, found = offloaded[kind]

@@ -79,6 +79,7 @@ def test_200_steps_come_within_2_percent_of_the_loss_of_fp32(inputs: Path, tmp_p
         assert found <= 1.02 * expected, (ends, "mean of the last 20 steps, last step, held out")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_a_killed_run_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, strategy: str) -> None:
@@ -99,6 +100,7 @@ def test_a_killed_run_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, strategy
     assert different(weights, {name: state[name] for name in weights}) == []
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_one_rank_goes_on_with_what_two_have_left(inputs: Path, tmp_path: Path) -> None:
     """Codes and weights are read as they were; another order of sums makes what differs."""

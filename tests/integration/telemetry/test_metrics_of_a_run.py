@@ -96,6 +96,7 @@ def _of_this_run(metric: Metric) -> set[tuple[str, ...]]:
     return set(values)
 
 
+@pytest.mark.full
 def test_a_run_of_two_processes_shows_all_that_is_declared_also_after_a_restart_in_place(
     tmp_path: Path,
 ) -> None:

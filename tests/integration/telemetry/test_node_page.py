@@ -473,6 +473,7 @@ def test_a_page_ends_with_its_supervisor_even_when_that_is_killed(run: Callable[
     assert one.main.wait() == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_counters_continue_over_a_restart_in_place_and_the_page_responds_throughout(
     run: Callable[..., Run],
 ) -> None:
@@ -509,6 +510,7 @@ def test_each_node_has_a_page_with_its_own_ranks(run: Callable[..., Run], tmp_pa
         one.stop()
 
 
+@pytest.mark.full
 def test_ranks_of_another_launcher_share_the_page_that_the_first_of_them_serves(
     run: Callable[..., Run],
 ) -> None:

@@ -75,6 +75,7 @@ def check_stuck(ranks: FaultyRanks, seconds: float) -> None:
     assert all(process.is_alive() for process in ranks.processes)
 
 
+@pytest.mark.full
 def test_who_stays_away_from_a_collective_is_named_and_its_stacks_are_kept(start: Start) -> None:
     for one in [start(4, fault, 2, **SOON) for fault in FAULTS]:
         check_stuck(one, 30)
@@ -139,6 +140,7 @@ def test_a_rank_of_another_node_is_named_by_the_page_of_rank_0s_node(
     assert ask(first, "POST", "/ranks", b'{"version": 1, "word": "?"}').status in (400, 403)
 
 
+@pytest.mark.full
 def test_each_page_has_the_scores_of_its_own_ranks(
     two_nodes: Callable[..., list[str]],
 ) -> None:

@@ -47,6 +47,7 @@ def run_config(inputs: Path, folder: Path, ranks: int) -> TrainConfig:
     )
 
 
+@pytest.mark.full
 def test_training_stops_early_on_all_ranks_and_exports_the_best_weights(
     inputs: Path, tmp_path: Path
 ) -> None:

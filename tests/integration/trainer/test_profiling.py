@@ -80,6 +80,7 @@ def test_each_chosen_rank_writes_its_steps_with_their_phases(inputs: Path, tmp_p
     assert len(set(rates[2:6])) == 1 < len(set(rates))
 
 
+@pytest.mark.full
 def test_a_window_that_the_end_of_the_run_cuts_short_is_written(
     inputs: Path, tmp_path: Path
 ) -> None:

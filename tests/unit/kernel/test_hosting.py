@@ -551,6 +551,7 @@ def test_a_close_that_hangs_or_fails_keeps_no_term_from_its_end(
     assert "backend not closed" in caplog.text
 
 
+@pytest.mark.full
 def test_a_backend_that_answers_nothing_keeps_no_other_from_its_jobs() -> None:
     async def work() -> None:
         plugin, other = Plugin(), Fast()

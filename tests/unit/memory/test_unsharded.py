@@ -123,6 +123,7 @@ def test_eight_billion_parameters_on_eighty_gigabytes(tmp_path: Path) -> None:
     assert peak_of(config, BOTH) > free
 
 
+@pytest.mark.full
 def test_no_choice_exceeds_the_free_memory(tmp_path: Path) -> None:
     """500 random configurations that the memory check accepts."""
     draw = random.Random(30)

@@ -97,6 +97,7 @@ def one_step(module, lengths):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "method", "how"), GRID if grids.IS_WHOLE else IN_EACH_RUN)
 def test_fifty_packs_break_no_graph_and_recompile_none(name, method, how, monkeypatch):
     lift_flex_check(monkeypatch)
@@ -190,6 +191,7 @@ def evaluated(module, rows, length):
         module(**loss_inputs(batch, CPU))
 
 
+@pytest.mark.full
 def test_lengths_of_evaluation_share_graphs_and_leave_those_of_training_to_one_length():
     torch._dynamo.reset()
     counters.clear()
@@ -224,6 +226,7 @@ def test_rows_of_any_length_that_are_trained_share_graphs():
     assert made[2:] == [made[2]] * 4
 
 
+@pytest.mark.full
 def test_a_layer_of_several_graphs_causes_one_warning():
     torch._dynamo.reset()
     module = module_of("llama", "lora", "none")

@@ -111,6 +111,7 @@ def kept_by_graphs(how, *, is_lora):
     return sum(kept.values()), gradients
 
 
+@pytest.mark.full
 # Dynamo looks at .grad of every tensor that it meets, and torch warns it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("is_lora", [True, False], ids=["lora", "full"])
