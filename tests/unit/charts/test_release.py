@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from finetune_operator import __version__
+
 ROOT = Path(__file__).parents[3]
+VERSION = "0.1.0"
+"""Version of the copies, whatever the version of this checkout is."""
+
 INSTALL = 'image: "ghcr.io/finetune-operator/finetune-operator:0.1.0"\n'
 FAKE_PROGRAM = """#!/bin/sh
 echo "{name} $*" >> "$CALLS"
@@ -48,7 +53,9 @@ class Checkout:
             "operator/finetune_operator/__init__.py",
             "trainer/finetune_trainer/__init__.py",
         ):
-            self.write(name, (ROOT / name).read_text())
+            self.write(name, (ROOT / name).read_text().replace(__version__, VERSION))
+        chart = "charts/finetune-operator/Chart.yaml"
+        self.write(chart, (ROOT / chart).read_text().replace(__version__, VERSION))
         self.write("CHANGELOG.md", "# Changelog\n\n## 0.1.0 - 2026-01-31\n\n- It trains.\n")
         self.write("charts/kustomize/install.yaml", INSTALL)
         self.git("init", "-q")
