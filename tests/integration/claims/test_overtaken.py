@@ -139,6 +139,7 @@ def go_on(trainers: Trainers, later: Ranks) -> None:
         verify(Path(ref.path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["trainers", pytest.param("lagging", marks=pytest.mark.full)])
 def test_the_next_attempt_trains_and_the_one_before_leaves(
     request: pytest.FixtureRequest, place: str

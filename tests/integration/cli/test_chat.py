@@ -318,6 +318,7 @@ def on_terminal(folder: Path, *words: str) -> Iterator[Terminal]:
         os.close(control)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_response_and_ctrl_d_the_program(tmp_path: Path) -> None:
     scripted_model(tmp_path / "endless", "\x1b[2Jabc de fg\x9bh", is_endless=True)
 

@@ -152,6 +152,7 @@ def test_a_job_runs_to_its_end_and_its_log_is_found_by_its_name(serve: Serve, fo
     assert "starts at step 0" in said.stdout
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_with_a_checkpoint_and_the_next_start_goes_on_from_it(serve: Serve) -> None:
     dev = serve(attempt_1=ENDLESS)
     dev.apply()

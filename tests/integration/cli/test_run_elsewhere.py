@@ -143,6 +143,7 @@ def run_afresh(project: Project) -> str:
     return said
 
 
+@pytest.mark.full
 def test_fresh_first_ends_what_a_service_still_runs(tmp_path: Path) -> None:
     project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
     with left_running(project) as pid:
@@ -192,6 +193,7 @@ def test_fresh_is_refused_where_the_service_ends_nothing_in_time(tmp_path: Path)
         assert uid_in(run_dir) == uid
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_what_fresh_waits_for(tmp_path: Path) -> None:
     project, run_dir = Project(tmp_path, "service", ENDLESS), tmp_path / "runs/default/tiny"
     with left_running(project) as pid:
@@ -244,6 +246,7 @@ def test_a_job_of_a_service_that_told_of_no_checkpoint_may_have_one(tmp_path: Pa
     assert "no checkpoint is known" in said
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_a_job_running_that_a_service_runs(tmp_path: Path) -> None:
     project = Project(tmp_path, "service", ENDLESS)
     try:
@@ -327,6 +330,7 @@ def test_logs_of_a_waiting_job_give_its_reason_and_follow_waits_for_it(tmp_path:
             kill_what_runs_below(tmp_path)
 
 
+@pytest.mark.full
 def test_ftctl_dev_serves_it_too(tmp_path: Path) -> None:
     project = Project(tmp_path)
     with project.start("dev", "--port", "0") as process:

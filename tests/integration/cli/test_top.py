@@ -145,6 +145,7 @@ def test_a_profile_of_the_next_steps_is_recorded_and_its_path_printed(running: P
     assert profile(running, "tiny", "--steps", "11").returncode == 2
 
 
+@pytest.mark.full
 def test_a_profile_needs_a_run_that_trains(running: Path, tmp_path: Path) -> None:
     stored = tmp_path / "runs" / "default" / "tiny"
     stored.mkdir(parents=True)
@@ -279,6 +280,7 @@ def pods(api: Api, port: int) -> Iterator[str]:
         yield namespace
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_job_are_read_from_its_pods_with_the_rights_of_who_asks(
     api: Api, cluster: Any, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ import time
 from datetime import datetime
 from typing import Any
 
+import pytest
+
 from finetune_operator.metrics import catalogue
 from finetune_operator.reconcile.categories import Category
 from finetune_trainer.config import Phase, Progress, TimeSpent
@@ -49,6 +51,7 @@ def total(operator: OperatorProcess, created: float) -> dict[str, float]:
     return times
 
 
+@pytest.mark.full
 def test_a_new_leader_goes_on_from_the_ledger_of_one_that_was_killed(api: Api) -> None:
     with (
         api.namespace("ledger") as namespace,

@@ -125,6 +125,7 @@ def test_ranks_that_finish_make_the_launcher_exit_with_0(job: Job, launcher: Lau
     assert "Completed: rank 0 of 2, sum 2" in job.said
 
 
+@pytest.mark.full
 @launchers(azure_ml, accelerate, mpirun)
 def test_sigterm_lets_the_ranks_leave_with_a_checkpoint(job: Job, launcher: Launcher) -> None:
     launcher(job, "train", {})

@@ -101,6 +101,7 @@ def test_no_graph_is_compiled_before_the_first_step(tmp_path: Path) -> None:
     assert graphs["after"] > 0
 
 
+@pytest.mark.full
 def test_what_is_done_without_is_said_once_by_all_ranks_together(tmp_path: Path) -> None:
     """A PATH without g++ leaves layers as they are; each rank finds that, and rows that are cut."""
     inputs, nowhere = write_inputs(tmp_path / "inputs"), tmp_path / "nowhere"

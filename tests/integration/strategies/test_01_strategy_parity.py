@@ -90,6 +90,7 @@ def test_layers_that_stay_gathered_change_no_number(case, outcomes):
     within_fp32(outcomes[case.name], expected(case.method))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in RECOMPUTING])
 def test_selective_recomputation_changes_no_number(case, outcomes):
     within_fp32(outcomes[case.name], expected(case.method))

@@ -74,6 +74,7 @@ def ranks(folder: Path, case: Case) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{case.name}.{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_an_overflow_on_one_rank_changes_nothing_but_the_scale_on_all(
     folder: Path, case: Case

@@ -124,6 +124,7 @@ def local_bytes(parameter: torch.Tensor) -> int:
 FLOAT8 = {"precision": "bf16", "float8": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "training"),
     [

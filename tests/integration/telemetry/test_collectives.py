@@ -128,6 +128,7 @@ def test_four_ranks_of_torch_move_the_bytes_of_the_reference(tmp_path: Path) -> 
     check(tmp_path, [*TORCH, REPLICAS], 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_of_deepspeed_move_the_bytes_of_the_reference(num_ranks: int, tmp_path: Path) -> None:
     check(tmp_path, DEEPSPEED, num_ranks, deepspeed=True)

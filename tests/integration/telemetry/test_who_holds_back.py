@@ -124,6 +124,7 @@ def suspects_of(url: str) -> tuple[Suspect, ...]:
     return Progress.model_validate_json(answer.text).suspects if answer.status == 200 else ()
 
 
+@pytest.mark.full
 def test_a_rank_of_another_node_is_named_by_the_page_of_rank_0s_node(
     two_nodes: Callable[..., list[str]], tmp_path: Path
 ) -> None:

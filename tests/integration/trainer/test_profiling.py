@@ -51,6 +51,7 @@ def profiled(config: TrainConfig, rank: int = 0) -> list[dict[str, Any]]:
     return [one for one in events(config, rank) if one["event"] == "profiled"]
 
 
+@pytest.mark.full
 def test_each_chosen_rank_writes_its_steps_with_their_phases(inputs: Path, tmp_path: Path) -> None:
     profile = {"first_step": 4, "last_step": 6, "ranks": [1]}
     config = run_config(inputs, tmp_path / "profiled", profile)
