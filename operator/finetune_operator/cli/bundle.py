@@ -4,6 +4,7 @@
 written, so that no caller can forget to redact.
 """
 
+import errno
 import json
 import os
 import re
@@ -118,8 +119,12 @@ def new_file(wanted: Path, job: str) -> Iterator[tuple[Path, BinaryIO]]:
     try:
         with open(descriptor, "wb") as file:
             yield path, file
-    except BaseException:
+    except BaseException as error:
         path.unlink()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FineTuneError(
+                f"--bundle {path} cannot be written ({error.strerror}); name a file on another disk"
+            ) from error
         raise
 
 

@@ -6,7 +6,7 @@ The cluster is the embedded API server, which here also serves the logs of pods.
 import json
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,3 +343,15 @@ def test_a_damaged_job_is_named_and_the_logs_remain(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "- job.json: cannot be read (Expecting property name" in done.stdout
     assert "operator.log" in texts_of(tmp_path / "out.tar.gz")
+
+
+def test_a_full_disk_is_named_and_has_no_part_of_the_bundle(small_disk: Path) -> None:
+    with suppress(OSError), (small_disk / "full").open("wb") as file:
+        file.write(bytes(8 * 1024 * 1024))
+    done = doctor(small_disk, "--bundle", "out.tar.gz")
+    assert done.stderr.strip().splitlines()[-1] == (
+        "--bundle out.tar.gz cannot be written (No space left on device); "
+        "name a file on another disk"
+    )
+    assert done.returncode == 1
+    assert not (small_disk / "out.tar.gz").exists()
