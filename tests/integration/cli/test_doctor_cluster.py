@@ -358,6 +358,9 @@ def test_a_user_without_rights_sees_what_is_lacking_and_what_could_not_be_asked(
     assert set(report.states("operator").values()) == {"unknown"}  # it may be elsewhere
     assert report.of("list finetuneprofiles.finetune.dev")["state"] == "ok"
     assert report.of("FineTuneProfiles")["state"] == "missing"  # there are none, as it may see now
+    # Others start without rights too.
+    cluster = "kubectl delete clusterrolebinding,clusterrole finetune-profiles"
+    mend({"command": f"{cluster}; kubectl delete rolebinding,role guests"})
 
 
 def test_a_profile_for_other_namespaces_is_opened_by_the_command(
