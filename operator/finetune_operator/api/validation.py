@@ -4,7 +4,7 @@ The steps are YAML as in kubectl, defaults, structure, rules, and unsupported va
 reports all problems. Files named in a manifest are not opened.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,10 +39,10 @@ def check_manifest(
     value = defaulted(manifest.value)
     if may_resume and isinstance(value.get("status"), dict):
         value["status"]["attempt"] = 1
-    findings = check_object(value)
-    if with_unbuilt:
-        wrong = {finding.path for finding in findings}
-        findings += [found for found in check_built(value) if found.path not in wrong]
+    unbuilt = list(check_built(value)) if with_unbuilt else []
+    findings = check_object(value, unbuilt=unbuilt)
+    wrong = {finding.path for finding in findings}
+    findings += [found for found in unbuilt if found.path not in wrong]
     # A placeholder stands for an unreadable value, which was already reported.
     unread = {problem.path for problem in manifest.problems}
     found = map(manifest.problem, findings)
@@ -85,17 +85,21 @@ def defaulted(value: Any) -> Any:
     return with_defaults(value, _schema())
 
 
-def check_object(value: Any, old: Any = None) -> list[Finding]:
+def check_object(
+    value: Any, old: Any = None, *, unbuilt: Sequence[Finding] = ()
+) -> list[Finding]:
     """Return the errors of the API server for an object with its defaults.
 
     Args:
         value: The object to create, or the replacement of `old`.
         old: The object before an update, with its defaults; None at creation.
+        unbuilt: Unsupported values. Rules that read them are omitted, because their advice would
+            suggest other unsupported values.
     """
     findings = _not_in_status(check_structure(value, _schema(), entry_of=entry_of))
     findings += check_metadata(value.get("metadata"))
     before = {} if old is None else {"old": old}
-    return findings + check_rules(value, _schema(), findings, **before)
+    return findings + check_rules(value, _schema(), [*findings, *unbuilt], **before)
 
 
 def check_start(job: FineTuneJob) -> list[Problem]:

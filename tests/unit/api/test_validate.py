@@ -101,6 +101,14 @@ def test_what_nothing_acts_on_yet_is_named(overrides: dict[str, Any], field: str
     assert [line for line in found if line.startswith(field) and "is not supported yet; " in line]
 
 
+def test_a_rule_that_reads_an_unsupported_value_suggests_no_other_value() -> None:
+    strategy = {"type": "fsdp", "tensorParallel": 2, "pipelineParallel": 2}
+    assert problems(strategy=strategy, topology__nodes=3, training__globalBatchSize=7) == [
+        "spec.strategy.tensorParallel 2 is not supported yet; use 1",
+        "spec.strategy.pipelineParallel 2 is not supported yet; use 1",
+    ]
+
+
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
 def test_a_number_that_json_lacks_is_one_problem(tmp_path: Path, number: str) -> None:
     file = write(tmp_path, manifest(training__learningRate="NUMBER"))
