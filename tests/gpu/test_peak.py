@@ -14,8 +14,8 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal
 from finetune_trainer.memory.check import read_shape_of
-from finetune_trainer.memory.peak import step_peak
 from finetune_trainer.rank import run
+from finetune_trainer.sizing.peak import step_peak
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
 from support.data.text_fixtures import tiny_tokenizer

@@ -85,9 +85,7 @@ def defaulted(value: Any) -> Any:
     return with_defaults(value, _schema())
 
 
-def check_object(
-    value: Any, old: Any = None, *, unbuilt: Sequence[Finding] = ()
-) -> list[Finding]:
+def check_object(value: Any, old: Any = None, *, unbuilt: Sequence[Finding] = ()) -> list[Finding]:
     """Return the errors of the API server for an object with its defaults.
 
     Args:

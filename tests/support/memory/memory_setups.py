@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from finetune_trainer.memory.peak import Peak, step_peak
+from finetune_trainer.sizing.peak import Peak, step_peak
 from support.memory.memory_trace import Traced, allocated_step, by_sdpa, trace_step
 
 ONE_B = {

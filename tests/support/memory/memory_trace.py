@@ -25,14 +25,17 @@ from torch.utils._pytree import tree_leaves
 from finetune_trainer import loop
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.data.batch import MicroBatch
-from finetune_trainer.memory.peak import ELEMENTS_PER_PASS
-from finetune_trainer.memory.shape import ModelShape, read_shape
+from finetune_trainer.memory.read_base import read_base
 from finetune_trainer.model import attention, fused_head
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.layers import decoder_layers
-from finetune_trainer.model.loss import CausalLoss, base_of, loss_inputs
+from finetune_trainer.model.load import without_weights
+from finetune_trainer.model.loss import CausalLoss, loss_inputs
 from finetune_trainer.model.prepare import prepare_model
 from finetune_trainer.model.quantize import use_pure_products
+from finetune_trainer.sizing.method import with_method
+from finetune_trainer.sizing.model_shape import ModelShape
+from finetune_trainer.sizing.peak import ELEMENTS_PER_PASS
 from finetune_trainer.strategies import adamw8bit, create
 from finetune_trainer.telemetry.phases import PhaseClock
 from finetune_trainer.telemetry.slots import Block
@@ -146,7 +149,7 @@ def trace_step(
     world = World(0, 0, config.world.world_size, CPU)
     model = meta_model(settings, config)
     model = choose_trained(in_four_bits(model, config), config)
-    shape = shape_of(choose_trained(meta_model(settings, config), config), config)
+    shape = shape_of(settings, config)
     with (as_on or as_on_a_gpu)(), ExitStack() as stack:
         group = stack.enter_context(fake_ranks(world.world_size))
         world = dataclasses.replace(world, group=group)
@@ -203,16 +206,16 @@ def _steps(
 
 def meta_model(settings: Any, config: TrainConfig) -> Any:
     """Return the model that the trainer would load, on the meta device with real buffers."""
-    from finetune_trainer.model.load import _base_dtype, without_weights
+    from finetune_trainer.model.load import _base_dtype
 
     model = without_weights(settings, _base_dtype(config))
     return model.train()
 
 
-def shape_of(model: nn.Module, config: TrainConfig) -> ModelShape:
+def shape_of(settings: Any, config: TrainConfig) -> ModelShape:
     """Return what the formula sees of a model."""
-    bits = 4 if config.method.quantization == "nf4" else 0
-    return read_shape(model, decoder_layers(base_of(model)), bits=bits)
+    model = without_weights(settings, torch.bfloat16)
+    return with_method(read_base(model.train()), config)
 
 
 @contextmanager

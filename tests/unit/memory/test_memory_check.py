@@ -13,7 +13,7 @@ from finetune_trainer import rank
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import changes, read_shape_of, refuse_what_does_not_fit
-from finetune_trainer.memory.peak import step_peak
+from finetune_trainer.sizing.peak import step_peak
 from finetune_trainer.world import World
 from support.launch.launches import train_config
 from support.memory.memory_setups import ONE_B
@@ -109,5 +109,5 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
 
 
 def test_the_formula_needs_no_torch() -> None:
-    code = "import sys, finetune_trainer.memory.peak; sys.exit('torch' in sys.modules)"
+    code = "import sys, finetune_trainer.sizing.peak; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

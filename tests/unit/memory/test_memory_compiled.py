@@ -14,10 +14,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.autograd.graph import saved_tensors_hooks
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.memory.peak import step_peak
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import base_of
+from finetune_trainer.sizing.peak import step_peak
 from support.launch.launches import train_config
 from support.memory.memory_setups import TINY, Setup
 from support.memory.memory_trace import meta_model, shape_of
@@ -33,7 +33,7 @@ def test_a_compiled_layer_retains_the_bytes_of_the_formula(method: str, tmp_path
         setup = Setup("", TINY, method, layers=layers, training=training)
         config = train_config(tmp_path, **setup.changes())
         model = choose_trained(meta_model(setup.settings(), config), config)
-        peak = step_peak(shape_of(model, config), config, tokens=TOKENS)
+        peak = step_peak(shape_of(setup.settings(), config), config, tokens=TOKENS)
         heads.append(peak.moments["head"] - peak.static)
     assert heads[1] - heads[0] == pytest.approx(retained_by_last_layer(model, config), rel=0.03)
 

@@ -1,8 +1,6 @@
 """FSDP leaves tensors unsharded between micro-batches only if they fit by the formula."""
 
 import random
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,11 @@ from transformers import LlamaConfig
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import read_shape_of, refuse_what_does_not_fit
-from finetune_trainer.memory.peak import step_peak
-from finetune_trainer.memory.shape import ModelShape
+from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.unsharded import RESERVE_BYTES, choose_unsharded
+from finetune_trainer.sizing.base_shape import BaseShape, Role
+from finetune_trainer.sizing.method import with_method
+from finetune_trainer.sizing.peak import step_peak
 from support.launch.launches import train_config
 from support.memory.memory_setups import EIGHT_B, ONE_B
 
@@ -42,10 +42,9 @@ def config_of(folder: Path, model: dict[str, Any] = ONE_B, **changed: Any) -> Tr
     return train_config(folder, training=training, **values)
 
 
-def chosen(config: TrainConfig, free: int, shape: ModelShape | None = None) -> tuple[Any, Any]:
+def chosen(config: TrainConfig, free: int, base: BaseShape | None = None) -> tuple[Any, Any]:
     """Return whether weights are resharded and gradients reduced per micro-batch."""
-    read = read_shape_of if shape is None else (lambda _: shape)
-    strategy = choose_unsharded(config, free, read).strategy
+    strategy = choose_unsharded(config, free, base).strategy
     return strategy.reshard_after_forward, strategy.reduce_each_micro_batch
 
 
@@ -96,20 +95,16 @@ def test_without_accumulation_no_gradient_waits_for_another_micro_batch(tmp_path
 
 def test_unknown_layers_are_sharded(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    shape = read_shape_of(config)
-    experts = ModelShape(**{**vars(shape), "layers": (unknown(shape), *shape.layers[1:])})
-    without_layers = ModelShape(**{**vars(shape), "layers": ()})
-    for one in (experts, without_layers):
-        assert chosen(config, free=200 * GIB, shape=one) == SHARDED
-    assert (
-        refuse_what_does_not_fit(config, 0, row_tokens=1, shape_of=lambda _: without_layers) is None
-    )
-
-
-def unknown(shape: ModelShape) -> Any:
-    """Return a layer whose MLP the formula does not know."""
-    layer = shape.layers[0]
-    return type(layer)(**{**vars(layer), "out_of_mlp": None})
+    base = read_base_of(config)
+    known = base.kinds[0].tensors
+    tensors = tuple(one for one in known if one.role is not Role.OUT_OF_MLP)
+    unknown = base.kinds[0].model_copy(update={"tensors": tensors})
+    order = (1, *base.order[1:])
+    one_unknown = base.model_copy(update={"kinds": (*base.kinds, unknown), "order": order})
+    without_layers = base.model_copy(update={"kinds": (), "order": ()})
+    for one in (one_unknown, without_layers):
+        assert chosen(config, free=200 * GIB, base=one) == SHARDED
+    assert refuse_what_does_not_fit(config, 0, row_tokens=1, base=without_layers) is None
 
 
 def test_eight_billion_parameters_on_eighty_gigabytes(tmp_path: Path) -> None:
@@ -127,35 +122,28 @@ def test_eight_billion_parameters_on_eighty_gigabytes(tmp_path: Path) -> None:
 def test_no_choice_exceeds_the_free_memory(tmp_path: Path) -> None:
     """500 random configurations that the memory check accepts."""
     draw = random.Random(30)
-    shapes = {
-        (name, method, optimizer): read_shape_of(drawn(tmp_path, draw, name, method, optimizer))
-        for name, (method, optimizer) in product(MODELS, METHODS)
-    }
+    bases = {name: read_base_of(drawn(tmp_path, draw, name, "full", "adamw")) for name in MODELS}
     accepted = retained = 0
     while accepted < 500:
         name, (method, optimizer) = draw.choice(list(MODELS)), draw.choice(METHODS)
         config = drawn(tmp_path, draw, name, method, optimizer)
-        shape, free = shapes[name, method, optimizer], draw.choice((24, 40, 80, 141)) * GIB
-        read = partial(_given, shape)
+        base, free = bases[name], draw.choice((24, 40, 80, 141)) * GIB
         try:
             tokens = config.data.max_seq_len
-            refuse_what_does_not_fit(config, free, row_tokens=tokens, shape_of=read)
+            refuse_what_does_not_fit(config, free, row_tokens=tokens, base=base)
         except ConfigError:
             continue
         accepted += 1
-        resolved = choose_unsharded(config, free, read)
+        resolved = choose_unsharded(config, free, base)
         is_by_choice = any(
             getattr(resolved.strategy, field) is False and getattr(config.strategy, field) is None
             for field in ("reshard_after_forward", "reduce_each_micro_batch")
         )
         if is_by_choice:
             retained += 1
-            assert step_peak(shape, resolved).nbytes + RESERVE_BYTES <= free, config.strategy
+            peak = step_peak(with_method(base, resolved), resolved)
+            assert peak.nbytes + RESERVE_BYTES <= free, config.strategy
     assert 100 < retained < 400
-
-
-def _given(shape: ModelShape, _: TrainConfig) -> ModelShape:
-    return shape
 
 
 def drawn(folder: Path, draw: random.Random, name: str, method: str, optimizer: str) -> TrainConfig:

@@ -5,21 +5,22 @@ configuration is refused only if the formula shows that it is too large. ZeRO, w
 own buffers, and models with layers of an unknown kind are not checked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.memory.peak import Peak, step_peak
-from finetune_trainer.memory.shape import ModelShape, read_shape
-from finetune_trainer.refusals import SILENT
+from finetune_trainer.memory.read_base import read_base_of
+from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.method import with_method
+from finetune_trainer.sizing.model_shape import ModelShape
+from finetune_trainer.sizing.peak import Peak, step_peak
 
 _GIB = 2**30
-ShapeOf = Callable[[TrainConfig], ModelShape]
 
 
 def refuse_what_does_not_fit(
-    config: TrainConfig, free: int, *, row_tokens: int, shape_of: ShapeOf | None = None
+    config: TrainConfig, free: int, *, row_tokens: int, base: BaseShape | None = None
 ) -> Peak | None:
     """Compare the peak of a step with the free memory, and return the peak if it fits.
 
@@ -27,7 +28,7 @@ def refuse_what_does_not_fit(
         config: Configuration without any `auto`.
         free: Bytes that this rank may take of its device.
         row_tokens: Tokens of the longest row, including padding.
-        shape_of: Reads the shape of a configuration's model; by default from its `config.json`.
+        base: Shape of the model; read from its `config.json` by default.
 
     Returns:
         The peak; None if it is unknown.
@@ -38,8 +39,8 @@ def refuse_what_does_not_fit(
     """
     if config.strategy.type.startswith("zero"):
         return None
-    shapes = _Shapes(shape_of or read_shape_of)
-    if not shapes.of(config).layers:
+    shapes = _Shapes(base or read_base_of(config))
+    if not shapes.of(config).order:
         return None
     peak = shapes.peak(config, row_tokens)
     if peak.nbytes <= free:
@@ -48,38 +49,22 @@ def refuse_what_does_not_fit(
 
 
 def read_shape_of(config: TrainConfig) -> ModelShape:
-    """Build the model of a configuration without weights, with adapters, and read its shape."""
-    import torch
-
-    from finetune_trainer.model.adapters import choose_trained
-    from finetune_trainer.model.layers import decoder_layers
-    from finetune_trainer.model.load import load_model
-    from finetune_trainer.model.loss import base_of
-
-    # Quantised layers need a device; the formula has their size.
-    plain = config.method.model_copy(update={"quantization": "none"})
-    as_plain = config.model_copy(update={"method": plain})
-    model = load_model(as_plain, torch.device("meta"), SILENT)
-    adapted = choose_trained(model, config, SILENT)
-    layers = decoder_layers(base_of(adapted))
-    return read_shape(adapted, layers, bits=_BITS[config.method.quantization])
-
-
-_BITS = {"none": 0, "nf4": 4, "int8": 8}
+    """Read the shape of the model that a configuration trains, without its weights."""
+    return with_method(read_base_of(config), config)
 
 
 class _Shapes:
-    """Cache of shapes, keyed by the settings that they depend on."""
+    """Shapes of one model with several methods."""
 
-    def __init__(self, read: ShapeOf) -> None:
-        self._read = read
+    def __init__(self, base: BaseShape) -> None:
+        self._base = base
         self._known: dict[tuple[Any, ...], ModelShape] = {}
 
     def of(self, config: TrainConfig) -> ModelShape:
         training = config.training
         key = (config.method.model_dump_json(), training.optimizer, training.precision)
         if key not in self._known:
-            self._known[key] = self._read(config)
+            self._known[key] = with_method(self._base, config)
         return self._known[key]
 
     def peak(self, config: TrainConfig, row_tokens: int) -> Peak:

@@ -5,21 +5,19 @@ collectives: unsharded weights are gathered once per step instead of twice per m
 unsharded gradients are reduce-scattered once per step instead of after every micro-batch.
 """
 
-from collections.abc import Callable
 from itertools import product
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.memory.check import read_shape_of
-from finetune_trainer.memory.peak import step_peak
-from finetune_trainer.memory.shape import ModelShape
+from finetune_trainer.memory.read_base import read_base_of
+from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.method import with_method
+from finetune_trainer.sizing.peak import step_peak
 
 RESERVE_BYTES = 2 * 2**30
 """Memory that the formula does not count: NCCL's buffers, workspaces, fragmentation."""
 
 
-def choose_unsharded(
-    config: TrainConfig, free: int, shape_of: Callable[[TrainConfig], ModelShape] = read_shape_of
-) -> TrainConfig:
+def choose_unsharded(config: TrainConfig, free: int, base: BaseShape | None = None) -> TrainConfig:
     """Return `config` in which `reshard_after_forward` and `reduce_each_micro_batch` are set.
 
     Configured values stay. A tensor stays unsharded by choice only if the peak of a step and the
@@ -29,21 +27,20 @@ def choose_unsharded(
     Args:
         config: Configuration of any strategy; only fsdp has these settings.
         free: Free bytes of the rank that has the least, the same number on every rank.
-        shape_of: Reads the shape of a configuration's model; by default from its `config.json`.
+        base: Shape of the model; read from its `config.json` by default.
     """
     strategy = config.strategy
     configured = (strategy.reshard_after_forward, strategy.reduce_each_micro_batch)
     if strategy.type != "fsdp" or None not in configured:
         return config
-    shape = shape_of(config)
-    is_known = bool(shape.layers) and all(layer.is_known for layer in shape.layers)
+    shape = with_method(base or read_base_of(config), config)
     # False comes first: unsharded.
     resharded, reduced = ((False, True) if value is None else (value,) for value in configured)
     if strategy.reduce_each_micro_batch is None and config.gradient_accumulation_steps == 1:
         reduced = (True,)  # no gradient waits for another micro-batch
     for reshards, reduces in product(resharded, reduced):
         chosen = _with(config, reshards, reduces)
-        if is_known and step_peak(shape, chosen).nbytes + RESERVE_BYTES <= free:
+        if shape.is_known and step_peak(shape, chosen).nbytes + RESERVE_BYTES <= free:
             return chosen
     return _with(config, resharded[-1], reduced[-1])
 

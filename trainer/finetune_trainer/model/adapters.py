@@ -192,6 +192,8 @@ def adapt(model: "PreTrainedModel", lora: "LoraConfig") -> "PeftModel":
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # peft detects itself that Conv1D stores its weight transposed, and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        # peft applies these to stacked experts, but looks for them among modules only.
+        warnings.filterwarnings("ignore", "The following \\w+_pattern keys", RuntimeWarning)
         return get_peft_model(model, lora, autocast_adapter_dtype=True)
 
 

@@ -37,6 +37,7 @@ from finetune_trainer.model.stored_quantization import (
 )
 from finetune_trainer.model.tokenizer_file import use_own_file
 from finetune_trainer.refusals import STRICT, Refusals
+from finetune_trainer.sizing.method import base_precision
 from finetune_trainer.world import World
 
 if TYPE_CHECKING:
@@ -247,22 +248,16 @@ def base_name(config: ModelConfig) -> str | None:
 
 
 def _base_dtype(config: TrainConfig) -> "torch.dtype":
-    """Return the dtype of parameters that are not quantised.
-
-    It is fp32 for trained parameters, and the compute dtype for frozen ones. DeepSpeed casts all
-    parameters to the compute dtype and keeps fp32 copies of its shards, so for ZeRO every parameter
-    is read in the compute dtype.
-    """
+    """Return the dtype of parameters that are not quantised."""
     import torch
 
-    precision = config.training.precision
-    if config.training.optimizer == "adamw8bit":
-        return torch.bfloat16
-    is_zero = config.strategy.type.startswith("zero")
-    if config.method.type == "full" and precision != "fp64" and not is_zero:
-        return torch.float32
-    formats = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    return formats.get(precision, torch.float32)
+    formats = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+    return formats[base_precision(config)]
 
 
 def _check_template(template: str) -> None:

@@ -16,8 +16,8 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune_trainer.memory.peak import ELEMENTS_PER_PASS
 from finetune_trainer.model.compiler import reason_of
+from finetune_trainer.sizing.peak import ELEMENTS_PER_PASS
 from finetune_trainer.strategies.blockwise import Codebook, block_length, decode, encode
 from finetune_trainer.strategies.rounding import key_of, rounded
 

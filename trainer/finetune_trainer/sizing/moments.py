@@ -1,6 +1,6 @@
 """Compute the bytes of the optimizer state of one parameter. Called by `peak`."""
 
-from finetune_trainer.memory.shape import Weight
+from finetune_trainer.sizing.model_shape import Weight
 
 # Block lengths of 8-bit moments, as in `strategies.blockwise`.
 _LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32

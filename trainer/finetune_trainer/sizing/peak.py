@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from finetune_trainer.config import TrainConfig
-from finetune_trainer.memory.moments import moment_nbytes
-from finetune_trainer.memory.shape import Layer, ModelShape, Product, Weight
+from finetune_trainer.sizing.method import ITEMSIZE
+from finetune_trainer.sizing.model_shape import Layer, ModelShape, Product, Weight
+from finetune_trainer.sizing.moments import moment_nbytes
 
 COMPONENTS = (
     "parameters",
@@ -24,7 +25,6 @@ COMPONENTS = (
     "activations",
     "logits",
 )
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 ELEMENTS_PER_PASS = 2**22
 """Elements that the 8-bit optimizer updates at once on a GPU: enough to occupy it."""
 UPDATE_BYTES = 37
@@ -82,7 +82,7 @@ class _Step:
     def __init__(self, shape: ModelShape, config: TrainConfig, tokens: int) -> None:
         self.shape, self.config, self.tokens = shape, config, tokens
         strategy, training = config.strategy, config.training
-        self.item_size = _BYTES[training.precision]
+        self.item_size = ITEMSIZE[training.precision]
         self.sum_size = max(4, self.item_size)
         self.is_sharded = strategy.type == "fsdp"
         self.shards = config.world.world_size // strategy.replicas if self.is_sharded else 1
@@ -118,24 +118,26 @@ class _Step:
     def static(self) -> dict[str, int]:
         if self.config.strategy.offload == "cpu":
             return {"buffers": self.shape.buffer_bytes}
-        trained, optimizer = [w for w in self.shape.weights if w.is_trained], self.optimizer
         return {
-            "parameters": sum(w.shard_nbytes(self.shards) for w in self.shape.weights),
+            "parameters": self.shape.sum_weights(lambda w: w.shard_nbytes(self.shards)),
             "buffers": self.shape.buffer_bytes,
-            "moments": sum(moment_nbytes(w, self.shards, optimizer) for w in trained),
+            "moments": self.shape.sum_weights(self.moments_of),
         }
+
+    def moments_of(self, weight: Weight) -> int:
+        return moment_nbytes(weight, self.shards, self.optimizer) if weight.is_trained else 0
 
     def gradients(self) -> int:
         if self.config.strategy.offload == "cpu":
             return 0
-        return sum(w.shard_nbytes(self.shards) for w in self.shape.weights if w.is_trained)
+        return self.shape.sum_weights(lambda w: w.is_trained * w.shard_nbytes(self.shards))
 
     def whole_gradients(self) -> int:
         """Sum FSDP's unsharded fp32 gradients over micro-batches, if the strategy retains them."""
         keeps = self.config.strategy.reduce_each_micro_batch is False
         if not (self.is_sharded and keeps and self.accumulates):
             return 0
-        return _trained(self.shape.weights) * self.sum_size
+        return self.shape.sum_weights(lambda w: w.is_trained * w.count) * self.sum_size
 
     def earlier_gradients(self) -> dict[str, int]:
         """Gradients that exist before the backward pass of the last micro-batch."""
@@ -177,19 +179,19 @@ class _Step:
         }
 
     def at_last_layer(self) -> dict[str, int]:
-        layer = self.shape.layers[-1]
+        layer = self.shape.kinds[self.shape.order[-1]]
         gathered = self.gathered(layers=1) + self.gradients_of_layer(layer, before=self.shape.head)
         return {
             **self.static(),
             **self.earlier_gradients(),
-            "autocast copies": self.copies_in_backward(len(self.shape.layers)),
+            "autocast copies": self.copies_in_backward(len(self.shape.order)),
             "gathered layers": gathered,
             "activations": self.saved_by_layers() + self.in_backward(layer),
             "logits": self.head_gradient(),
         }
 
     def at_first_layer(self) -> dict[str, int]:
-        layer = self.shape.layers[0]
+        layer = self.shape.kinds[self.shape.order[0]]
         gradients = self.earlier_gradients() | (
             {} if self.whole_gradients() else {"gradients": self.gradients()}
         )
@@ -226,17 +228,18 @@ class _Step:
     def at_optimizer(self) -> dict[str, int]:
         parts = {**self.static(), "gradients": self.gradients()}
         if self.optimizer == "adamw8bit":  # an uncompiled update; a compiled one needs less
-            largest = max(-(-w.count // self.shards) for w in self.shape.weights if w.is_trained)
+            largest = self.shape.largest_weight(lambda w: w.is_trained * -(-w.count // self.shards))
             parts["moments"] += UPDATE_BYTES * min(largest, ELEMENTS_PER_PASS)
         return parts
 
     # ---- activations
 
     def saved_by_layers(self) -> int:
-        layers, is_tied = self.shape.layers, self.shape.is_tied
-        trained = [index for index, layer in enumerate(layers) if _trained(layer.weights)]
-        first = min(trained, default=len(layers))
-        return sum(map(self.saved, layers[0 if self.shape.head_trained and is_tied else first :]))
+        shape = self.shape
+        trained = {index for index, kind in enumerate(shape.kinds) if _trained(kind.weights)}
+        places = (place for place, kind in enumerate(shape.order) if kind in trained)
+        first = next(places, len(shape.order))
+        return shape.sum_layers(self.saved, 0 if shape.head_trained and shape.is_tied else first)
 
     def saved(self, layer: Layer) -> int:
         """Return the bytes that a layer saves for backward."""
@@ -335,7 +338,9 @@ class _Step:
     def outside_layers(self) -> int:
         """Return the bytes of the last norm and of the positions that enter the head."""
         return self.tokens * (
-            self.norm(self.shape.hidden, is_trained=self.shape.layers[-1].norms_trained)
+            self.norm(
+                self.shape.hidden, is_trained=self.shape.kinds[self.shape.order[-1]].norms_trained
+            )
             + self.shape.hidden * self.residual
         )
 
@@ -369,12 +374,13 @@ class _Step:
     # ---- copies of weights
 
     def copies_of_layers(self) -> int:
-        return sum(self.copies(layer) for layer in self.shape.layers)
+        return self.shape.sum_layers(self.copies)
 
     def copies_in_backward(self, layers: int) -> int:
         """Return the bytes of autocast copies: without recomputation autograd retains them all."""
-        held = 1 if self.recompute == "full" else layers
-        return sum(self.copies(layer) for layer in self.shape.layers[:held])
+        if layers == len(self.shape.order) and self.recompute != "full":
+            return self.copies_of_layers()
+        return self.copies(self.shape.kinds[self.shape.order[0]])
 
     def copies(self, layer: Layer) -> int:
         if self.is_sharded or self.item_size >= 4:
@@ -389,13 +395,13 @@ class _Step:
         size = self.full(shape.others) - self.full(shape.embedding) - self.full(shape.head)
         size += keeps * self.full(shape.embedding)
         size += (head or (keeps and self.accumulates)) * self.full(shape.head)
-        layers = len(shape.layers) if keeps else layers
+        layers = len(shape.order) if keeps else layers
         return size + layers * self.buffer
 
     @property
     def buffer(self) -> int:
         """Bytes of the gathering buffer, which lives until the next group is gathered."""
-        return max(self.full(layer.weights) for layer in self.shape.layers)
+        return max(self.full(kind.weights) for kind in self.shape.kinds)
 
     def full(self, weights: tuple[Weight, ...]) -> int:
         return sum(w.gathered_nbytes(self.item_size) for w in weights) if self.is_sharded else 0
