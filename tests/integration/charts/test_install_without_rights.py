@@ -22,7 +22,7 @@ pytestmark = [
     needs_helm,
 ]
 PAGE = (ROOT / "docs" / "how-to" / "install-without-cluster-roles.md").read_text(encoding="utf-8")
-TITLE = "## Without the right to make ClusterRoles"
+TITLE = "## Commands"
 _RBAC = "rbac.authorization.k8s.io"
 ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 BINDINGS = Resource(_RBAC, "v1", "rolebindings", "RoleBinding")

@@ -48,7 +48,7 @@ def test_verdicts_are_those_of_the_page(what: str) -> None:
         argo(health_script(), made),
     )
 
-    assert [made["status"]["phase"], *verdicts] == table()[what]
+    assert [*verdicts] == table()[what]
 
 
 @pytest.mark.skipif(not has_program("kstatus"), reason="kstatus is not on the PATH")
@@ -94,6 +94,6 @@ def test_health_script_gives_the_operators_own_sentence() -> None:
     from lupa import lua51
 
     lua = lua51.LuaRuntime()
-    lua.globals().obj = lua.table_from(RECORDED["its profile is missing"], recursive=True)
+    lua.globals().obj = lua.table_from(RECORDED["profile missing"], recursive=True)
 
     assert "FineTuneProfile" in lua.execute(health_script()).message
