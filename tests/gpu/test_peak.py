@@ -13,8 +13,9 @@ import torch
 from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import Phase, Termination, TrainConfig
 from finetune_trainer.control import StopSignal
-from finetune_trainer.memory.check import read_shape_of
+from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.rank import run
+from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.peak import step_peak
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -117,6 +118,6 @@ def test_the_peak_of_a_step_is_that_of_the_formula(
         checkpoint={"enabled": False},
     )
     train(config, watch)
-    expected = step_peak(read_shape_of(config), config, tokens=TOKENS).nbytes
+    expected = step_peak(with_method(read_base_of(config), config), config, tokens=TOKENS).nbytes
     (found,) = peaks
     assert found == pytest.approx(expected + constant, rel=0.1)

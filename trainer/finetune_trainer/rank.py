@@ -39,7 +39,7 @@ from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.interconnect import check_transport
 from finetune_trainer.loop import Run, evaluate, train
-from finetune_trainer.memory.check import refuse_what_does_not_fit
+from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.host import free_host_memory
 from finetune_trainer.memory.unsharded import choose_unsharded
 from finetune_trainer.model.adapters import choose_trained
@@ -115,7 +115,7 @@ def run(
     _report_data(config, world, telemetry, plan, dataset, held_out)
     is_old = checkpoint is not None and checkpoint.method == _method_hash(requested, [])
     unreached = _unreached(config, dataset, agreement.any(is_old), warn_from_rank0)
-    unless_stopped(agreement, stop, partial(_download, config, world, telemetry, dataset))
+    unless_stopped(agreement, stop, partial(_download, config, world, telemetry, dataset, refusals))
     load = partial(_load, config, world, telemetry, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
@@ -176,10 +176,16 @@ def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: Sto
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
 
 
-def _check_memory(config: TrainConfig, world: World, row_tokens: int) -> None:
+def _check_memory(config: TrainConfig, world: World, row_tokens: int, refusals: Refusals) -> None:
     """Refuse a configuration that does not fit into GPU memory, before the model is loaded."""
     if world.device.type == "cuda" and config.training.check_memory:
-        refuse_what_does_not_fit(config, _free_memory(config, world), row_tokens=row_tokens)
+        check_memory(
+            config,
+            _free_memory(config, world),
+            row_tokens=row_tokens,
+            capability=torch.cuda.get_device_capability(world.device),
+            refusals=refusals,
+        )
 
 
 def _free_memory(config: TrainConfig, world: World) -> int:
@@ -202,7 +208,8 @@ def _resolve_config(
         config = resolve_stored_quantization(config, load_settings(config.model), refusals)
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
         # The length of unpacked rows is known only after tokenising.
-        _check_memory(config, world, config.data.max_seq_len if config.data.packing else 1)
+        row_tokens = config.data.max_seq_len if config.data.packing else 1
+        _check_memory(config, world, row_tokens, refusals)
         return choose_unsharded(config, world.smallest(_free_memory(config, world)))
 
 
@@ -343,12 +350,16 @@ def _check_float8(
 
 
 def _download(
-    config: TrainConfig, world: World, telemetry: Telemetry, dataset: TokenDataset
+    config: TrainConfig,
+    world: World,
+    telemetry: Telemetry,
+    dataset: TokenDataset,
+    refusals: Refusals,
 ) -> None:
     """Download the weights of a model that fits into memory."""
     telemetry.phase(Phase.LOADING)
     if not config.data.packing:
-        _check_memory(config, world, int(dataset.lengths.max()))
+        _check_memory(config, world, int(dataset.lengths.max()), refusals)
     download_weights(config, world)
 
 

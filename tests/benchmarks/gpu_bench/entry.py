@@ -22,8 +22,9 @@ from finetune_trainer.claims.fence import Fence
 from finetune_trainer.config import ExitCode, FailureClass, Phase, Termination, TrainConfig
 from finetune_trainer.config.metrics import TimedPhase
 from finetune_trainer.control import StopSignal
-from finetune_trainer.memory.check import read_shape_of
+from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.rank import run
+from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.peak import step_peak
 from finetune_trainer.telemetry import Telemetry
 from finetune_trainer.world import World
@@ -154,7 +155,9 @@ def _watched(
             termination = Termination(
                 failure_class=FailureClass.COMPLETED, exit_code=ExitCode.DONE, message="measured"
             )
-    result = watch.measured() | {"formula_bytes": step_peak(read_shape_of(config), config).nbytes}
+    result = watch.measured() | {
+        "formula_bytes": step_peak(with_method(read_base_of(config), config), config).nbytes
+    }
     if is_profiled:
         events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         result["idle_share"] = idle_share(events, _ON_DEVICE if is_cuda else ("cpu_op",))

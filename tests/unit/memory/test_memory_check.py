@@ -12,7 +12,11 @@ from transformers import LlamaConfig
 from finetune_trainer import rank
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.memory.check import changes, read_shape_of, refuse_what_does_not_fit
+from finetune_trainer.memory.check import check_memory
+from finetune_trainer.memory.read_base import read_base_of
+from finetune_trainer.refusals import STRICT, Refusals
+from finetune_trainer.sizing.fit import changes
+from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.peak import step_peak
 from finetune_trainer.world import World
 from support.launch.launches import train_config
@@ -33,13 +37,15 @@ def config_of(folder: Path, **changed: Any) -> TrainConfig:
 def needed(config: TrainConfig) -> float:
     """Return the peak in GiB."""
     tokens = config.training.micro_batch_size * ROW
-    return step_peak(read_shape_of(config), config, tokens=tokens).nbytes / GIB
+    return step_peak(with_method(read_base_of(config), config), config, tokens=tokens).nbytes / GIB
 
 
 def test_what_fits_is_started_with_its_peak_known(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    peak = refuse_what_does_not_fit(config, 80 * GIB, row_tokens=ROW)
-    assert peak is not None
+    found = check_memory(config, 80 * GIB, row_tokens=ROW)
+    assert found is not None
+    assert found.verdict == "Fits"
+    peak = found.peak
     assert peak.nbytes / GIB == pytest.approx(needed(config))
     assert sum(peak.parts.values()) == peak.nbytes == max(peak.moments.values())
 
@@ -47,7 +53,7 @@ def test_what_fits_is_started_with_its_peak_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free", "component", "change"),
     [
-        pytest.param(25, "moments", "activationCheckpointing selective", id="a little short"),
+        pytest.param(23, "moments", "activationCheckpointing selective", id="a little short"),
         pytest.param(
             12,
             "moments",
@@ -62,7 +68,7 @@ def test_a_refusal_names_the_largest_component_and_the_cheapest_change(
     free: int, component: str, change: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse_what_does_not_fit(config_of(tmp_path), free * GIB, row_tokens=ROW)
+        check_memory(config_of(tmp_path), free * GIB, row_tokens=ROW)
     said = str(refused.value)
     assert said.startswith("spec.training: a step of this model takes 26.1 GiB")
     assert f"of which {component} take 9.2 GiB, and {free}.0 GiB are free" in said
@@ -101,11 +107,24 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
 ) -> None:
     config, gpu = config_of(tmp_path), World(0, 0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(ConfigError, match=r"10\.0 GiB are free"):
-        rank._check_memory(config, gpu, ROW)
+        rank._check_memory(config, gpu, ROW, STRICT)
     off = config.training.model_copy(update={"check_memory": False})
-    rank._check_memory(config.model_copy(update={"training": off}), gpu, ROW)
-    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), ROW)
+    rank._check_memory(config.model_copy(update={"training": off}), gpu, ROW, STRICT)
+    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), ROW, STRICT)
+
+
+def test_a_run_with_a_checkpoint_and_a_tight_one_start_with_a_warning(tmp_path: Path) -> None:
+    config, warnings = config_of(tmp_path), list[str]()
+    resumed, new = Refusals(is_new=False, warn=warnings.append), Refusals(True, warnings.append)
+    check_memory(config, 10 * GIB, row_tokens=ROW, refusals=resumed)
+    check_memory(config, 26 * GIB, row_tokens=ROW, refusals=new)
+    first, second = warnings
+    assert "10.0 GiB are free; the cheapest change" in first
+    assert first.endswith("this one resumes from its checkpoint")
+    assert "26.0 GiB are free, which may not be enough; the cheapest change that fits is" in second
+    assert "checkMemory" not in second
 
 
 def test_the_formula_needs_no_torch() -> None:

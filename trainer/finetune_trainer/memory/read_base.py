@@ -25,6 +25,7 @@ _LAST = frozenset(
 # Modules of linear layers whose activations are unknown.
 _UNKNOWN = ("indexer", "compressor", "adapter_list", "mamba", "linear_attn", "temporal_block")
 _INTO_EXPERTS = ("gate", "up", "input", "w1", "w3", "v1")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 
@@ -60,6 +61,8 @@ def read_base(model: "PreTrainedModel") -> BaseShape:
     hidden = int(config.hidden_size)
     norms = [_norms(layer, hidden) for layer in layers]
     is_tied = weight is not None and weight is model.get_input_embeddings().weight
+    kernels = _fused_attention(model)
+    classes = {type(module).__name__ for module in model.modules()}
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     inside, others = _read_tensors(model, prefixes)  # attaches adapters
     kinds = [
@@ -81,8 +84,37 @@ def read_base(model: "PreTrainedModel") -> BaseShape:
         vocabulary=int(config.vocab_size if weight is None else weight.shape[0]),
         is_tied=is_tied,
         experts_per_token=max(int(getattr(config, one, 0) or 0) for one in _EXPERTS_PER_TOKEN),
+        activation=next((a for one in _ACTIVATIONS if (a := getattr(config, one, None))), ""),
+        fused_attention=kernels,
+        score_bytes=_score_bytes(model),
+        scales_norms_in_fp32=any("Gemma" in one and "Norm" in one for one in classes),
+        is_rotary=any("Rotary" in one for one in classes),
         buffer_bytes=buffers,
     )
+
+
+def _fused_attention(model: "PreTrainedModel") -> tuple[str, ...]:
+    """Return the names of our attention kernels that support the model on a GPU."""
+    from finetune_trainer.model import attention
+    from finetune_trainer.model.kernels import Kernel, flex_fault
+
+    faults = {
+        Kernel.VARLEN: attention.fault(model, on_gpu=True, compiles=True),
+        Kernel.FLEX: flex_fault(model),
+    }
+    return tuple(str(kernel) for kernel, fault in faults.items() if fault is None)
+
+
+def _score_bytes(model: "PreTrainedModel") -> int:
+    """Return the bytes per head and pair of tokens that the model's own attention retains.
+
+    Without torch's fused attention these are scores and probabilities in 16 bits; with a cap of the
+    scores also the results of tanh and softmax.
+    """
+    if model._supports_sdpa:
+        return 0
+    config = model.config.get_text_config()
+    return 8 if getattr(config, "attn_logit_softcapping", None) else 4
 
 
 def _read_tensors(
@@ -130,7 +162,7 @@ def _role(name: str, ndim: int, is_linear: bool, is_router: bool) -> Role:
     module, _, own = name.rpartition(".")
     last = module.rsplit(".", 1)[-1] if own == "weight" else own
     is_shared = "shared_expert" in name
-    if ndim < 2:
+    if ndim < 2 or own.endswith("bias"):  # also the stacked biases of experts
         return Role.VECTOR
     if "expert" in name and ndim == 3 and not is_shared:
         is_first = last.startswith(_INTO_EXPERTS)

@@ -10,37 +10,43 @@ from itertools import product
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.sizing.base_shape import BaseShape
-from finetune_trainer.sizing.method import with_method
-from finetune_trainer.sizing.peak import step_peak
-
-RESERVE_BYTES = 2 * 2**30
-"""Memory that the formula does not count: NCCL's buffers, workspaces, fragmentation."""
+from finetune_trainer.sizing.fit import Gpu, Sizing, Verdict
+from finetune_trainer.sizing.reserve import CONTEXT_BYTES
 
 
-def choose_unsharded(config: TrainConfig, free: int, base: BaseShape | None = None) -> TrainConfig:
+def choose_unsharded(
+    config: TrainConfig,
+    free: int,
+    *,
+    base: BaseShape | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> TrainConfig:
     """Return `config` in which `reshard_after_forward` and `reduce_each_micro_batch` are set.
 
-    Configured values stay. A tensor stays unsharded by choice only if the peak of a step and the
-    reserve fit. Weights have priority, because for the same reduction of traffic they need half the
-    memory of gradients. Everything is sharded if the formula does not know the model's layers.
+    Configured values stay. A tensor stays unsharded by choice only if the step then fits with its
+    reserve and margin. Weights have priority, because for the same reduction of traffic they need
+    half the memory of gradients. Everything is sharded if the formula does not know the model's
+    layers.
 
     Args:
         config: Configuration of any strategy; only fsdp has these settings.
         free: Free bytes of the rank that has the least, the same number on every rank.
         base: Shape of the model; read from its `config.json` by default.
+        capability: Compute capability of the device.
     """
     strategy = config.strategy
     configured = (strategy.reshard_after_forward, strategy.reduce_each_micro_batch)
     if strategy.type != "fsdp" or None not in configured:
         return config
-    shape = with_method(base or read_base_of(config), config)
+    sizing = Sizing(base or read_base_of(config), config.data.max_seq_len)
+    gpu = Gpu(free + CONTEXT_BYTES, capability)
     # False comes first: unsharded.
     resharded, reduced = ((False, True) if value is None else (value,) for value in configured)
     if strategy.reduce_each_micro_batch is None and config.gradient_accumulation_steps == 1:
         reduced = (True,)  # no gradient waits for another micro-batch
     for reshards, reduces in product(resharded, reduced):
         chosen = _with(config, reshards, reduces)
-        if shape.is_known and step_peak(shape, chosen).nbytes + RESERVE_BYTES <= free:
+        if sizing.verdict(chosen, gpu) is Verdict.FITS:
             return chosen
     return _with(config, resharded[-1], reduced[-1])
 

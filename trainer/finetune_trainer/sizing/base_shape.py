@@ -99,6 +99,13 @@ class BaseShape(ContractModel):
         vocabulary: Rows of the head.
         is_tied: Whether embedding and head are one parameter.
         experts_per_token: Routed experts that a token uses; 0 without experts.
+        activation: Activation function of the MLP, by its name in transformers.
+        fused_attention: Names of our attention kernels that support the model.
+        score_bytes: Bytes per head and pair of tokens that the model's own attention retains for
+            backward; 0 if it uses torch's fused attention.
+        scales_norms_in_fp32: Whether the results of norms are multiplied with their weights in fp32
+            in any precision.
+        is_rotary: Whether queries and keys are rotated by their positions.
         buffer_bytes: Bytes of all buffers.
     """
 
@@ -115,6 +122,11 @@ class BaseShape(ContractModel):
     vocabulary: int
     is_tied: bool
     experts_per_token: int = 0
+    activation: str = ""
+    fused_attention: tuple[str, ...] = ()
+    score_bytes: int = 0
+    scales_norms_in_fp32: bool = False
+    is_rotary: bool = False
     buffer_bytes: int = 0
 
     def tensors(self) -> Iterator[tuple[str, BaseTensor]]:

@@ -62,6 +62,11 @@ def with_method(base: BaseShape, config: TrainConfig) -> ModelShape:
         head_trained=head is not None and method.is_full and head.name not in frozen,
         head_itemsize=_FP32 if head is None else method.itemsize_of(head),
         buffer_bytes=base.buffer_bytes,
+        activation=base.activation,
+        fused_attention=base.fused_attention,
+        score_bytes=base.score_bytes,
+        scales_norms_in_fp32=base.scales_norms_in_fp32,
+        is_rotary=base.is_rotary,
     )
 
 
@@ -153,7 +158,7 @@ class _Method:
             norms=kind.norms,
             head_norms=tuple(one.outputs for one in attention[:2]) if kind.has_head_norms else (),
             norms_trained=any(trained),
-            experts=None if is_plain else self.experts(kind, prefix),
+            experts=None if is_plain else self.experts(kind, prefix, frozen),
             has_other=bool(roles[Role.OTHER]),
         )
 
@@ -166,7 +171,7 @@ class _Method:
             is_quantized=self.bits > 0,
         )
 
-    def experts(self, kind: LayerKind, prefix: str) -> Experts:
+    def experts(self, kind: LayerKind, prefix: str, frozen: Collection[str]) -> Experts:
         stacked = [one for one in kind.tensors if one.role in EXPERTS]
         count = stacked[0].shape[0]
         widths = [
@@ -180,6 +185,7 @@ class _Method:
             per_token=self.base.experts_per_token,
             width=max(widths, default=0),
             is_adapted=any(self.rank(one, prefix + one.name) for one in stacked),
+            is_trained=self.is_full and any(prefix + one.name not in frozen for one in stacked),
             shared=sum(shared),
         )
 

@@ -74,6 +74,7 @@ class Experts:
         width: Features per token between the products of an expert.
         is_adapted: Whether adapters extend them; peft then merges weights and adapters of all
             experts in each forward pass.
+        is_trained: Whether their weights are trained.
         shared: Features per token between the products of the shared expert; 0 without one.
     """
 
@@ -81,6 +82,7 @@ class Experts:
     per_token: int
     width: int
     is_adapted: bool
+    is_trained: bool
     shared: int
 
 
@@ -114,9 +116,10 @@ class Layer:
 
     @property
     def is_known(self) -> bool:
-        """Whether its activations can be counted: attention, and one MLP for all tokens."""
-        ends = (self.out_of_attention, self.out_of_mlp)
-        return None not in ends and self.norms > 0 and not self.has_other and self.experts is None
+        """Whether its activations can be counted: attention, and an MLP or experts."""
+        has_mlp = self.out_of_mlp is not None or self.experts is not None
+        has_attention = self.out_of_attention is not None
+        return has_attention and has_mlp and self.norms > 0 and not self.has_other
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class ModelShape:
         head_trained: Whether the head is trained.
         head_itemsize: Bytes per element of the head's weight.
         buffer_bytes: Bytes of all buffers.
+        activation: Activation function of the MLP, by its name in transformers.
+        fused_attention: Names of our attention kernels that support the model.
+        score_bytes: Bytes per head and pair of tokens that the model's own attention retains.
+        scales_norms_in_fp32: Whether norms multiply with their weights in fp32.
+        is_rotary: Whether queries and keys are rotated by their positions.
     """
 
     kinds: tuple[Layer, ...]
@@ -151,6 +159,11 @@ class ModelShape:
     head_trained: bool
     head_itemsize: int
     buffer_bytes: int
+    activation: str = ""
+    fused_attention: tuple[str, ...] = ()
+    score_bytes: int = 0
+    scales_norms_in_fp32: bool = False
+    is_rotary: bool = False
 
     @property
     def layers(self) -> tuple[Layer, ...]:

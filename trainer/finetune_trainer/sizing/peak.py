@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.sizing.method import ITEMSIZE
-from finetune_trainer.sizing.model_shape import Layer, ModelShape, Product, Weight
+from finetune_trainer.sizing.model_shape import Experts, Layer, ModelShape, Product, Weight
 from finetune_trainer.sizing.moments import moment_nbytes
 
 COMPONENTS = (
@@ -29,6 +29,8 @@ ELEMENTS_PER_PASS = 2**22
 """Elements that the 8-bit optimizer updates at once on a GPU: enough to occupy it."""
 UPDATE_BYTES = 37
 """Temporary bytes of an uncompiled 8-bit update per element, measured on an H100."""
+# Tensors of an MLP's width that an activation retains in addition to its input and result.
+_RETAINED_BY_ACTIVATION = {"gelu_new": 3, "xielu": 4}
 CHUNK_BYTES = 2**29  # of the head's logits; `fused_head` uses the same size on a GPU
 
 
@@ -62,7 +64,13 @@ class Peak:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def step_peak(shape: ModelShape, config: TrainConfig, *, tokens: int | None = None) -> Peak:
+def step_peak(
+    shape: ModelShape,
+    config: TrainConfig,
+    *,
+    tokens: int | None = None,
+    keeps_scores: bool = False,
+) -> Peak:
     """Return the peak of a step of `config` on each rank.
 
     If the strategy decides by free memory whether tensors stay unsharded, they count as sharded.
@@ -71,16 +79,20 @@ def step_peak(shape: ModelShape, config: TrainConfig, *, tokens: int | None = No
         shape: Shape of the model with its trained parameters.
         config: Method, strategy, precision, batch and world.
         tokens: Tokens of a micro-batch; `micro_batch_size * max_seq_len` by default.
+        keeps_scores: Whether no fused attention kernel supports model and GPU.
     """
     rows = config.training.micro_batch_size * config.data.max_seq_len
-    return _Step(shape, config, tokens or rows).peak()
+    return _Step(shape, config, tokens or rows, keeps_scores).peak()
 
 
 class _Step:
     """A step of one rank; every method returns bytes."""
 
-    def __init__(self, shape: ModelShape, config: TrainConfig, tokens: int) -> None:
+    def __init__(
+        self, shape: ModelShape, config: TrainConfig, tokens: int, keeps_scores: bool
+    ) -> None:
         self.shape, self.config, self.tokens = shape, config, tokens
+        self.keeps_scores = keeps_scores
         strategy, training = config.strategy, config.training
         self.item_size = ITEMSIZE[training.precision]
         self.sum_size = max(4, self.item_size)
@@ -262,28 +274,71 @@ class _Step:
         for product in self.products(layer):
             if self.config.training.compile or not product.is_trained:
                 each += product.outputs * self.item_size
+        if layer.experts is not None and layer.experts.shared:
+            each += (2 * layer.experts.shared + self.shape.hidden) * self.item_size
         return min(self.tokens * each, self.saved_in_full(layer))
 
     def saved_in_full(self, layer: Layer) -> int:
         """Return the bytes that autograd saves for a layer without recomputation."""
         if not layer.is_known:
             return self.tokens * self.shape.hidden * self.residual
+        if layer.experts is not None:  # compiled ones retain at most as much
+            each = self.saved_by_attention(layer) + self.saved_by_experts(layer.experts)
+            return self.tokens * each + self.merged_experts(layer.experts) + self.scores()
         if self.config.training.compile:
-            return self.saved_compiled(layer)
-        attention, mlp = layer.out_of_attention, layer.out_of_mlp
-        assert attention is not None, "a known layer has both"
-        assert mlp is not None, "a known layer has both"
-        size, hidden = self.item_size, self.shape.hidden
-        each = layer.norms * self.norm(hidden, is_trained=layer.norms_trained)
-        each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
+            return self.saved_compiled(layer) + self.scores()
+        each = self.saved_by_attention(layer) + self.saved_by_mlp(layer)
+        return self.tokens * each + self.scores()
+
+    def saved_by_attention(self, layer: Layer) -> int:
+        """Return the bytes per token of attention and of all norms."""
+        attention, size = layer.out_of_attention, self.item_size
+        assert attention is not None, "a known layer has attention"
+        each = layer.norms * self.norm(self.shape.hidden, is_trained=layer.norms_trained)
+        each += self.inputs_of(layer.into_attention)
         each += sum(p.outputs for p in layer.into_attention) * size  # rotated q and k, and v
+        if self.shape.is_rotary and len(layer.into_attention) == 1:  # v is a part of the product
+            each += (attention.inputs + layer.into_attention[0].outputs) // 2 * size
         each += sum(self.norm(w, is_trained=layer.norms_trained) for w in layer.head_norms)
         each += attention.inputs * size + 4 * self.shape.heads  # result and its logsumexp
+        return each + sum(self.adapter(p) for p in (*layer.into_attention, attention))
+
+    def saved_by_mlp(self, layer: Layer) -> int:
+        """Return the bytes per token of an MLP."""
+        mlp, size = layer.out_of_mlp, self.item_size
+        assert mlp is not None, "a known layer without experts has an MLP"
         gates = sum(p.outputs for p in layer.into_mlp)
         # the gate's input and result, the other factor, and their product
-        each += (gates + 2 * mlp.inputs if gates >= 2 * mlp.inputs else gates + mlp.inputs) * size
-        each += sum(self.adapter(p) for p in self.products(layer))
-        return self.tokens * each
+        each = (gates + 2 * mlp.inputs if gates >= 2 * mlp.inputs else gates + mlp.inputs) * size
+        each += _RETAINED_BY_ACTIVATION.get(self.shape.activation, 0) * mlp.inputs * size
+        each += self.inputs_of(layer.into_mlp)
+        return each + sum(self.adapter(p) for p in (*layer.into_mlp, mlp))
+
+    def saved_by_experts(self, experts: Experts) -> int:
+        """Return the bytes per token of routed and shared experts.
+
+        Each routed expert retains the gate's input and result and the other factor, and unless it
+        is frozen also its copy of the input, the product and its output.
+        """
+        hidden, width, size = self.shape.hidden, experts.width, self.item_size
+        is_frozen = not (experts.is_adapted or experts.is_trained)
+        routed = 3 * width if is_frozen else 2 * hidden + 4 * width
+        each = experts.per_token * routed * size + 2 * hidden * size
+        return each + bool(experts.shared) * (4 * experts.shared + hidden) * size
+
+    def merged_experts(self, experts: Experts) -> int:
+        """Return the bytes of peft's copy of all experts of a layer, merged with their adapters."""
+        if not experts.is_adapted:
+            return 0
+        return 3 * experts.count * experts.width * self.shape.hidden * self.item_size
+
+    def scores(self, nbytes: int | None = None) -> int:
+        """Return the bytes of attention scores of a layer, if no fused kernel avoids them."""
+        if not self.keeps_scores:
+            return 0
+        rows = self.config.training.micro_batch_size
+        each = self.shape.score_bytes if nbytes is None else nbytes
+        return each * self.shape.heads * (self.tokens // rows) ** 2 * rows
 
     def saved_compiled(self, layer: Layer) -> int:
         """Return the bytes that compiled code retains.
@@ -302,7 +357,9 @@ class _Step:
 
     def norm(self, width: int, *, is_trained: bool) -> int:
         """Return an RMSNorm's bytes per token: fp32 input, and the weight's input if trained."""
-        return width * (max(4, self.residual) + is_trained * self.residual) + 4
+        wide = max(4, self.residual)
+        scaled = wide if self.shape.scales_norms_in_fp32 else self.residual
+        return width * (wide + is_trained * scaled) + 4
 
     def inputs_of(self, products: tuple[Product, ...]) -> int:
         """Return the bytes of inputs that products retain: under autocast a copy each, else one."""
@@ -326,7 +383,11 @@ class _Step:
         recomputed = self.saved_in_full(layer) if self.recompute != "none" else 0
         hidden = self.tokens * self.shape.hidden * (self.residual + self.item_size)
         gates = 0 if mlp is None else 2 * mlp.inputs * self.item_size * self.tokens
-        return recomputed + hidden + gates + self.dequantized(layer)
+        if layer.experts is not None:
+            each = 3 * layer.experts.per_token * layer.experts.width * self.item_size
+            # gradients of the larger merged weight
+            gates = self.tokens * each + self.merged_experts(layer.experts) * 2 // 3
+        return recomputed + hidden + gates + self.scores(4) + self.dequantized(layer)
 
     def dequantized(self, layer: Layer) -> int:
         """Return the bytes of the largest 4-bit weight, dequantized."""
@@ -407,11 +468,15 @@ class _Step:
         return sum(w.gathered_nbytes(self.item_size) for w in weights) if self.is_sharded else 0
 
     def gradients_of_layer(self, layer: Layer, *, before: tuple[Weight, ...] = ()) -> int:
-        """Return the bytes of FSDP's gradients of a layer, and of its or `before`'s in fp32."""
+        """Return the bytes of FSDP's gradients of a layer, and of its or `before`'s in fp32.
+
+        The gathering buffer is released before the gradients are complete.
+        """
         if not self.is_sharded:
             return 0
         own = _trained(layer.weights)
-        return own * self.item_size + max(own, _trained(before)) * self.sum_size
+        gradients = own * self.item_size + max(own, _trained(before)) * self.sum_size
+        return max(self.buffer, gradients)
 
 
 def _trained(weights: tuple[Weight, ...]) -> int:
