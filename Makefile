@@ -84,8 +84,8 @@ chaos: install quickstart-assets  ## Cause each fault three times, and write doc
 chaos-ci: install  ## Cause the starred faults once (3 min)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/chaos/chaos_run.py --starred --rounds 1
 
-grids: install  ## Compile six model families in each way, and trace the memory of twelve runs (8 min)
-	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py
+grids: install  ## Compile model families in each way, and compare the memory formula with traces (20 min)
+	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py tests/unit/memory/test_memory_compiled.py
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/kill_series.py $(N) "$(SEED)"

@@ -101,6 +101,7 @@ def test_the_formula_is_the_trace_of_sharded_experts(tmp_path: Path) -> None:
     assert -0.06 <= error_of(tmp_path, "qwen3_moe", "lora", "selective", ranks=8) <= 0.12
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not grids.IS_WHOLE, reason="takes minutes: make grids")
 def test_the_formula_is_the_trace_of_27_families(tmp_path: Path) -> None:
     # Without FSDP, torch has no fake kernel for trained experts under autocast.
@@ -114,6 +115,7 @@ def test_the_formula_is_the_trace_of_27_families(tmp_path: Path) -> None:
     assert -0.04 <= min(off.values()) <= max(off.values()) <= 0.12, _worst(off)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not grids.IS_WHOLE, reason="takes minutes: make grids")
 def test_the_formula_is_the_trace_of_26_sharded_families(tmp_path: Path) -> None:
     off = {

@@ -297,11 +297,17 @@ class _Step:
         each = layer.norms * self.norm(self.shape.hidden, is_trained=layer.norms_trained)
         each += self.inputs_of(layer.into_attention)
         each += sum(p.outputs for p in layer.into_attention) * size  # rotated q and k, and v
-        if self.shape.is_rotary and len(layer.into_attention) == 1:  # v is a part of the product
-            each += (attention.inputs + layer.into_attention[0].outputs) // 2 * size
+        each += self.rotated_copies(layer)
         each += sum(self.norm(w, is_trained=layer.norms_trained) for w in layer.head_norms)
         each += attention.inputs * size + 4 * self.shape.heads  # result and its logsumexp
         return each + sum(self.adapter(p) for p in (*layer.into_attention, attention))
+
+    def rotated_copies(self, layer: Layer) -> int:
+        """Return the bytes per token of rotated queries and keys beside their fused product."""
+        attention, products = layer.out_of_attention, layer.into_attention
+        if attention is None or len(products) != 1 or not self.shape.is_rotary:
+            return 0
+        return (attention.inputs + products[0].outputs) // 2 * self.item_size
 
     def saved_by_mlp(self, layer: Layer) -> int:
         """Return the bytes per token of an MLP."""
@@ -343,12 +349,14 @@ class _Step:
     def saved_compiled(self, layer: Layer) -> int:
         """Return the bytes that compiled code retains.
 
-        These are residuals, inputs of trained products, product results, and attention. torch's
-        partitioner recomputes other elementwise operations, but no input of a product.
+        These are residuals, inputs of trained products, product results, inputs of head norms, and
+        attention. torch's partitioner recomputes other elementwise operations, but no input of a
+        product.
         """
         each = layer.norms * self.shape.hidden * self.residual + 4 * self.shape.heads
         each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
         each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.item_size
+        each += sum(layer.head_norms) * self.item_size + self.rotated_copies(layer)
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
         if layer.out_of_mlp is not None and layer.out_of_mlp.keeps_input:
