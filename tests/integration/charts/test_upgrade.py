@@ -1,4 +1,4 @@
-"""Fifty running jobs through upgrade, rollback, downgrade, uninstall and reinstall by helm.
+"""Jobs through upgrade, rollback, downgrade, uninstall and reinstall by helm; 50 of them run.
 
 Chart and code of the last release come out of git. Controllers are real, pods are played; operators
 run as processes, with exactly the rights that the chart in force gives their account.
@@ -19,13 +19,20 @@ import yaml
 from finetune_operator.api.crd_revision import REVISIONS, revision_of
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.http import HttpClient
-from finetune_operator.kube.resources import CRDS, FINE_TUNE_JOBS, NAMESPACES, Object, Resource
-from finetune_trainer.config import Phase, Progress
+from finetune_operator.kube.resources import (
+    CRDS,
+    FINE_TUNE_JOBS,
+    NAMESPACES,
+    PODS,
+    Object,
+    Resource,
+)
+from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Termination
 from support.cluster.control_plane import CONTROLLERS, PROGRAMS, ControlPlane
 from support.cluster.last_release import BACKENDS, COMMIT, LastRelease, unpack
-from support.cluster.operators import ROOT, OperatorProcess, wait_until
-from support.cluster.played_pods import ProgressServer, own_address
-from support.cluster.running_jobs import NODES, children, jobs, training
+from support.cluster.operators import ROOT, OperatorProcess, phase_of, wait_until
+from support.cluster.played_pods import ProgressServer, end_pod, own_address
+from support.cluster.running_jobs import NODES, body, children, jobs, training
 
 HELM = shutil.which("helm")
 HAS_CONTROLLERS = PROGRAMS is not None and all(
@@ -42,8 +49,16 @@ pytestmark = [
 RUNNING = 50
 CHART = ROOT / "charts" / "finetune-operator"
 HOME = "ops"
+OTHERS = "others"
+"""Namespace of the jobs that do not run."""
 _ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 _DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+OTHER_PHASES = {
+    "job-0": "Succeeded",
+    "job-1": "Failed",
+    "suspended": "Suspended",
+    "waiting": "Pending",
+}
 KEEP_NEWER = ("--reset-then-reuse-values", "--set", "crds.install=false")
 
 
@@ -74,6 +89,7 @@ class World:
         self._progress = progress
         self.client = client
         self.before: dict[str, Any] = {}
+        self.before_others: dict[str, Any] = {}
 
     async def helm(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run helm in the operator's namespace, whatever comes of it."""
@@ -124,8 +140,40 @@ class World:
         # The job, its batch Job, policy, Service, slice and pods.
         assert len(self.before) == (5 + NODES) * RUNNING
 
+    async def end_others(self) -> None:
+        """Let one of the other jobs succeed and one fail, and create jobs that wait."""
+        ends = {"job-0": (ExitCode.DONE, FailureClass.COMPLETED)}
+        ends["job-1"] = (ExitCode.CONFIG, FailureClass.CONFIG_ERROR)
+        for pod in (await self.client.list(PODS, OTHERS)).items:
+            name = pod["metadata"]["name"]
+            code, kind = next(end for job, end in ends.items() if name.startswith(f"{job}-"))
+            words = Termination(failure_class=kind, exit_code=code, message="as played")
+            await end_pod(self.client, pod, code, words.to_json())
+        suspended = body("suspended", "ended", 2048, "aks")
+        suspended["spec"]["suspend"] = True
+        await self.client.create(FINE_TUNE_JOBS, suspended, OTHERS)
+        await self.client.create(FINE_TUNE_JOBS, body("waiting", "missing", 2048, "aks"), OTHERS)
+        async with asyncio.timeout(60):
+            while {name: one[0] for name, one in (await self.others()).items()} != OTHER_PHASES:
+                await asyncio.sleep(0.5)
+        self.before_others = await self.others()
+
+    async def others(self) -> dict[str, Any]:
+        """Return phase, attempt, uid and spec of the jobs that do not run."""
+        found = (await self.client.list(FINE_TUNE_JOBS, OTHERS)).items
+        return {
+            one["metadata"]["name"]: (
+                phase_of(one) if "status" in one else "",
+                one.get("status", {}).get("attempt"),
+                one["metadata"]["uid"],
+                one["spec"],
+            )
+            for one in found
+        }
+
     async def is_untouched(self) -> None:
         """Every child has the version it had, and every job runs on in its first attempt."""
+        assert await self.others() == self.before_others
         now = await self.snapshot()
         assert sorted(now) == sorted(self.before)
         assert [key for key in now if now[key] != self.before[key]] == []
@@ -188,10 +236,13 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
         await client.create(NAMESPACES, {"metadata": {"name": HOME}})
         await world.helm_works("install", "ft", str(last.chart), *image)
         installed = await world.revisions()
+        await client.create(NAMESPACES, {"metadata": {"name": OTHERS}})
         async with (
             world.operator(folder, last.source) as old,
+            training(client, OTHERS, "ended", progress.port, running=2, backends=["aks"]),
             training(client, HOME, "played", progress.port, running=RUNNING, backends=["aks"]),
         ):
+            await world.end_others()
             await world.settle()
             await asyncio.to_thread(old.end)
 
@@ -225,7 +276,7 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
                 await world.is_untouched()
 
 
-def test_fifty_running_jobs_outlive_every_change_of_the_release(
+def test_jobs_in_every_phase_outlive_every_change_of_the_release(
     plane: ControlPlane, last: LastRelease, tmp_path: Path
 ) -> None:
     asyncio.run(through_all(plane, last, tmp_path))
