@@ -81,7 +81,7 @@ class World:
     """One cluster, its helm, and the jobs that run in it.
 
     Attributes:
-        before: Every child and every job, as they were when all trained.
+        before: Every child and every job at the time when all trained.
     """
 
     def __init__(self, plane: ControlPlane, client: KubeClient, progress: ProgressServer) -> None:
@@ -141,7 +141,7 @@ class World:
         assert len(self.before) == (5 + NODES) * RUNNING
 
     async def end_others(self) -> None:
-        """Let one of the other jobs succeed and one fail, and create jobs that wait."""
+        """End one job successfully and one in failure, and create jobs that wait."""
         ends = {"job-0": (ExitCode.DONE, FailureClass.COMPLETED)}
         ends["job-1"] = (ExitCode.CONFIG, FailureClass.CONFIG_ERROR)
         for pod in (await self.client.list(PODS, OTHERS)).items:
