@@ -41,6 +41,7 @@ from finetune_trainer.interconnect import check_transport
 from finetune_trainer.loop import Run, evaluate, train
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.host import free_host_memory
+from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.unsharded import choose_unsharded
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.compiler import report_compilations
@@ -68,6 +69,7 @@ from finetune_trainer.profiling import record_memory_history
 from finetune_trainer.refusals import Refusals
 from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
 from finetune_trainer.schedule import few_steps_warning, warmup_warning
+from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
     create,
@@ -107,7 +109,7 @@ def run(
     requested = config
     checkpoint = recorded(config.checkpoint, config.job)
     refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
-    config = _resolve_config(config, world, telemetry, checkpoint, refusals)
+    config, base = _resolve_config(config, world, telemetry, checkpoint, refusals)
     strategy = create(config, world)
     data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
@@ -115,7 +117,9 @@ def run(
     _report_data(config, world, telemetry, plan, dataset, held_out)
     is_old = checkpoint is not None and checkpoint.method == _method_hash(requested, [])
     unreached = _unreached(config, dataset, agreement.any(is_old), warn_from_rank0)
-    unless_stopped(agreement, stop, partial(_download, config, world, telemetry, dataset, refusals))
+    unless_stopped(
+        agreement, stop, partial(_download, config, world, telemetry, dataset, base, refusals)
+    )
     load = partial(_load, config, world, telemetry, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
@@ -176,15 +180,25 @@ def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: Sto
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
 
 
-def _check_memory(config: TrainConfig, world: World, row_tokens: int, refusals: Refusals) -> None:
+def _check_memory(
+    config: TrainConfig,
+    world: World,
+    base: BaseShape | None,
+    row_tokens: int,
+    refusals: Refusals,
+    *,
+    warns: bool = True,
+) -> None:
     """Refuse a configuration that does not fit into GPU memory, before the model is loaded."""
     if world.device.type == "cuda" and config.training.check_memory:
         check_memory(
             config,
             _free_memory(config, world),
             row_tokens=row_tokens,
+            base=base,
             capability=torch.cuda.get_device_capability(world.device),
             refusals=refusals,
+            warns=warns,
         )
 
 
@@ -201,16 +215,24 @@ def _resolve_config(
     telemetry: Telemetry,
     checkpoint: Fingerprint | None,
     refusals: Refusals,
-) -> TrainConfig:
-    """Resolve the configuration for this model; this imports transformers."""
+) -> tuple[TrainConfig, BaseShape | None]:
+    """Resolve the configuration for this model, whose shape is read if memory is checked.
+
+    This imports transformers.
+    """
     config = pinned(config, world, checkpoint)
     with gc_paused():
         config = resolve_stored_quantization(config, load_settings(config.model), refusals)
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
         # The length of unpacked rows is known only after tokenising.
-        row_tokens = config.data.max_seq_len if config.data.packing else 1
-        _check_memory(config, world, row_tokens, refusals)
-        return choose_unsharded(config, world.smallest(_free_memory(config, world)))
+        is_packed, is_gpu = config.data.packing, world.device.type == "cuda"
+        row_tokens = config.data.max_seq_len if is_packed else 1
+        base = read_base_of(config) if is_gpu and config.training.check_memory else None
+        _check_memory(config, world, base, row_tokens, refusals, warns=is_packed)
+        free = world.smallest(_free_memory(config, world))
+        card = torch.cuda.get_device_capability(world.device) if is_gpu else (9, 0)
+        lowest = divmod(world.smallest(100 * card[0] + card[1]), 100)
+        return choose_unsharded(config, free, base=base, capability=lowest), base
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
@@ -354,12 +376,13 @@ def _download(
     world: World,
     telemetry: Telemetry,
     dataset: TokenDataset,
+    base: BaseShape | None,
     refusals: Refusals,
 ) -> None:
     """Download the weights of a model that fits into memory."""
     telemetry.phase(Phase.LOADING)
     if not config.data.packing:
-        _check_memory(config, world, int(dataset.lengths.max()), refusals)
+        _check_memory(config, world, base, int(dataset.lengths.max()), refusals)
     download_weights(config, world)
 
 

@@ -149,10 +149,46 @@ def on(config: TrainConfig, ranks: int) -> TrainConfig:
     return config.model_copy(update={"world": world})
 
 
-def test_old_gpus_retain_the_scores_of_models_without_fused_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "retains"),
+    [
+        pytest.param("gemma2", "old", id="capped scores"),
+        pytest.param("gpt_oss", "both", id="attention with sinks"),
+        pytest.param("llama", "none", id="torch's fused attention"),
+    ],
+)
+def test_scores_are_retained_without_a_fused_kernel(
+    name: str, retains: str, tmp_path: Path
+) -> None:
     config = config_of(tmp_path, "lora", "ddp", "none")
-    for name, is_larger in (("gemma2", True), ("gpt_oss", True), ("llama", False)):
-        base = read_base(without_weights(family_settings(name), torch.bfloat16).train())
-        sizing = Sizing(base, 1024)
-        new, old = (sizing.peak(config, Gpu(GIB, card)).nbytes for card in ((8, 0), VOLTA))
-        assert (old > new) == (is_larger and "flex" in base.fused_attention), name
+    base = read_base(without_weights(family_settings(name), torch.bfloat16).train())
+    without = Sizing(base.model_copy(update={"score_bytes": 0}), 1024)
+    for card, has_scores in ((VOLTA, retains != "none"), ((8, 0), retains == "both")):
+        gpu = Gpu(GIB, card)
+        moments, plain = (one.peak(config, gpu).moments for one in (Sizing(base, 1024), without))
+        assert (moments != plain) == has_scores, card
+
+
+def test_mlp_modules_of_experts_are_at_best_tight(tmp_path: Path) -> None:
+    base = read_base(without_weights(family_settings("deepseek_v3"), torch.bfloat16).train())
+    gpu, verdicts = Gpu(1000 * GIB), []
+    for modules in ((), ("q_a_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")):
+        config = config_of(tmp_path, "lora", "ddp", "none")
+        lora = config.method.lora.model_copy(update={"target_modules": modules})
+        method = config.method.model_copy(update={"lora": lora})
+        changed = config.model_copy(update={"method": method})
+        verdicts.append(Sizing(base, 1024).verdict(changed, gpu))
+    assert verdicts == ["Fits", "Fits", "Tight"]
+
+
+def test_zero_is_refused_only_far_above_the_memory(tmp_path: Path) -> None:
+    sizing = Sizing(base_of("Llama 8B"), TOKENS)
+    for strategy, gib, expected in (
+        ("zero1", 40, "WouldNotFit"),
+        ("zero2", 80, "Tight"),
+        ("zero3", 40, "Tight"),
+        ("zero3", 1000, "Tight"),
+    ):
+        config = config_of(tmp_path, "full", strategy, "full", ranks=8, compile=False)
+        found = sizing.fit(config, Gpu(gib * GIB))
+        assert found.verdict == expected, (strategy, gib, found.peak.nbytes / GIB)

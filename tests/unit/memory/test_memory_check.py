@@ -109,10 +109,10 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(ConfigError, match=r"10\.0 GiB are free"):
-        rank._check_memory(config, gpu, ROW, STRICT)
+        rank._check_memory(config, gpu, None, ROW, STRICT)
     off = config.training.model_copy(update={"check_memory": False})
-    rank._check_memory(config.model_copy(update={"training": off}), gpu, ROW, STRICT)
-    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), ROW, STRICT)
+    rank._check_memory(config.model_copy(update={"training": off}), gpu, None, ROW, STRICT)
+    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), None, ROW, STRICT)
 
 
 def test_a_run_with_a_checkpoint_and_a_tight_one_start_with_a_warning(tmp_path: Path) -> None:

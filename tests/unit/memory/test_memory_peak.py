@@ -125,7 +125,7 @@ def test_the_formula_is_the_trace_of_26_sharded_families(tmp_path: Path) -> None
     }
     print(_worst(off))
     assert sum(map(abs, off.values())) / len(off) <= 0.05
-    assert min(off.values()) >= -0.06, _worst(off)
+    assert -0.06 <= min(off.values()) <= max(off.values()) <= 0.16, _worst(off)
 
 
 def _worst(off: Mapping[Any, float]) -> str:

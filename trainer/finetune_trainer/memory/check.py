@@ -9,7 +9,7 @@ from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.refusals import STRICT, Refusals
 from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
-from finetune_trainer.sizing.reserve import CONTEXT_BYTES
+from finetune_trainer.sizing.reserve import measured_reserve
 
 _GIB = 2**30
 
@@ -22,6 +22,7 @@ def check_memory(
     base: BaseShape | None = None,
     capability: tuple[int, int] = (9, 0),
     refusals: Refusals = STRICT,
+    warns: bool = True,
 ) -> Fit | None:
     """Compare the peak of a step with the free memory.
 
@@ -29,30 +30,29 @@ def check_memory(
 
     Args:
         config: Configuration without any `auto`.
-        free: Bytes that this rank may take of its device, measured after its context was created.
+        free: Bytes that this rank may take of its device, measured after CUDA and NCCL started.
         row_tokens: Tokens of the longest row, including padding.
         base: Shape of the model; read from its `config.json` by default.
         capability: Compute capability of the device.
         refusals: Refuses a new run, and only warns if the run has a checkpoint.
+        warns: Whether a configuration that may not fit gets a warning.
 
     Returns:
-        The verdict; None for ZeRO, whose engine has its own buffers, and for models without a list
-        of decoder layers.
+        The verdict; None for models without a list of decoder layers.
 
     Raises:
         ConfigError: the step does not fit; the message states the peak, its largest component and
             the cheapest change that fits.
     """
-    if config.strategy.type.startswith("zero"):
-        return None
     base = base or read_base_of(config)
     if not base.order:
         return None
-    found = Sizing(base, row_tokens).fit(config, Gpu(free + CONTEXT_BYTES, capability))
+    gpu = Gpu(free + measured_reserve(config), capability)
+    found = Sizing(base, row_tokens).fit(config, gpu)
     if found.verdict is Verdict.WOULD_NOT_FIT:
         sentence = f"{_problem(found, free)}; {_advice(found)}"
         refusals.refuse(ConfigError(f"{sentence}; spec.training.checkMemory false starts anyway"))
-    elif found.verdict is Verdict.TIGHT and base.order:
+    elif found.verdict is Verdict.TIGHT and warns:
         advice = f"; {_advice(found)}" if found.change else ""
         refusals.warn(f"{_problem(found, free)}, which may not be enough{advice}")
     return found
@@ -70,7 +70,8 @@ def _problem(found: Fit, free: int) -> str:
 def _advice(found: Fit) -> str:
     if found.change is None:
         return "no single setting makes it fit: use more or larger GPUs, or a smaller model"
-    return f"the cheapest change that fits is {found.change} ({_gib(found.change_bytes)})"
+    fits = "fits" if found.change_verdict is Verdict.FITS else "may fit"
+    return f"the cheapest change that {fits} is {found.change} ({_gib(found.change_bytes)})"
 
 
 def _gib(size: int) -> str:

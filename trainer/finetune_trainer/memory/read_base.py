@@ -66,8 +66,8 @@ def read_base(model: "PreTrainedModel") -> BaseShape:
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     inside, others = _read_tensors(model, prefixes)  # attaches adapters
     kinds = [
-        LayerKind(tensors=tuple(tensors), norms=count, has_head_norms=has_head_norms)
-        for tensors, (count, has_head_norms) in zip(inside, norms, strict=True)
+        LayerKind(tensors=tuple(tensors), **counts)
+        for tensors, counts in zip(inside, norms, strict=True)
     ]
     different = tuple(dict.fromkeys(kinds))
     return BaseShape(
@@ -83,7 +83,7 @@ def read_base(model: "PreTrainedModel") -> BaseShape:
         heads=int(getattr(config, "num_attention_heads", 0)),
         vocabulary=int(config.vocab_size if weight is None else weight.shape[0]),
         is_tied=is_tied,
-        experts_per_token=max(int(getattr(config, one, 0) or 0) for one in _EXPERTS_PER_TOKEN),
+        experts_per_token=max(_largest(getattr(config, one, 0)) for one in _EXPERTS_PER_TOKEN),
         activation=next((a for one in _ACTIVATIONS if (a := getattr(config, one, None))), ""),
         fused_attention=kernels,
         score_bytes=_score_bytes(model),
@@ -161,7 +161,7 @@ def _values(
 def _role(name: str, ndim: int, is_linear: bool, is_router: bool) -> Role:
     module, _, own = name.rpartition(".")
     last = module.rsplit(".", 1)[-1] if own == "weight" else own
-    is_shared = "shared_expert" in name
+    is_shared = "shared_expert" in name or "shared_mlp" in name
     if ndim < 2 or own.endswith("bias"):  # also the stacked biases of experts
         return Role.VECTOR
     if "expert" in name and ndim == 3 and not is_shared:
@@ -202,18 +202,25 @@ def _linear_weights(model: "nn.Module") -> dict[Any, bool]:
     return {one.weight: isinstance(one, Conv1D) for one in modules}
 
 
-def _norms(layer: "nn.Module", hidden: int) -> tuple[int, bool]:
-    """Return the number of norms over the hidden size, and whether heads are normalised."""
-    count, has_head_norms = 0, False
+def _norms(layer: "nn.Module", hidden: int) -> dict[str, Any]:
+    """Return the fields of a layer's kind that describe its norms."""
+    count, others, has_head_norms = 0, list[int](), False
     for name, module in layer.named_modules():
         if "Norm" not in type(module).__name__ or list(module.children()):
             continue
+        width = max((parameter.numel() for parameter in module.parameters()), default=hidden)
         if name.endswith(_HEAD_NORMS):
             has_head_norms = True
-            continue
-        widths = [parameter.numel() for parameter in module.parameters()]
-        count += max(widths, default=hidden) == hidden
-    return count, has_head_norms
+        elif width == hidden:
+            count += 1
+        else:
+            others.append(width)
+    return {"norms": count, "other_norms": tuple(others), "has_head_norms": has_head_norms}
+
+
+def _largest(value: Any) -> int:
+    """Return a number of a configuration; some families give one per layer."""
+    return max(value) if isinstance(value, list | tuple) else int(value or 0)
 
 
 def _lora_factors(model: "PreTrainedModel") -> dict[Any, int]:

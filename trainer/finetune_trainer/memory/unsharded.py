@@ -11,7 +11,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import Gpu, Sizing, Verdict
-from finetune_trainer.sizing.reserve import CONTEXT_BYTES
+from finetune_trainer.sizing.reserve import measured_reserve
 
 
 def choose_unsharded(
@@ -39,7 +39,7 @@ def choose_unsharded(
     if strategy.type != "fsdp" or None not in configured:
         return config
     sizing = Sizing(base or read_base_of(config), config.data.max_seq_len)
-    gpu = Gpu(free + CONTEXT_BYTES, capability)
+    gpu = Gpu(free + measured_reserve(config), capability)
     # False comes first: unsharded.
     resharded, reduced = ((False, True) if value is None else (value,) for value in configured)
     if strategy.reduce_each_micro_batch is None and config.gradient_accumulation_steps == 1:

@@ -73,11 +73,13 @@ class LayerKind(ContractModel):
     Attributes:
         tensors: All parameters.
         norms: Number of norms over the hidden size.
+        other_norms: Widths of norms over other sizes, except head norms.
         has_head_norms: Whether queries and keys are normalised.
     """
 
     tensors: tuple[BaseTensor, ...]
     norms: int
+    other_norms: tuple[int, ...] = ()
     has_head_norms: bool = False
 
 

@@ -14,9 +14,12 @@ from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.model_shape import ModelShape
 from finetune_trainer.sizing.peak import Peak, step_peak
 from finetune_trainer.sizing.reserve import reserve_bytes
+from finetune_trainer.sizing.zero import stage_of
 
 _MARGIN, _MARGIN_OF_EXPERTS = 0.05, 0.12
-"""Errors of the formula against traces, as shares of the peak."""
+"""Relative errors of the formula against traces."""
+_MARGIN_OF_SELECTIVE, _MARGIN_OF_ZERO = 0.16, 0.25
+"""Relative errors by which the formula may exceed a trace; they only delay a refusal."""
 _FUSES_FROM = (8, 0)
 """Compute capability from which our attention kernels can be used (Ampere)."""
 
@@ -26,7 +29,7 @@ class Verdict(StrEnum):
 
     FITS = "Fits"
     TIGHT = "Tight"
-    """The error of the formula or the reserve decides, or the layers are unknown."""
+    """The error of the formula or the reserve decides, the layers are unknown, or it is ZeRO."""
     WOULD_NOT_FIT = "WouldNotFit"
 
 
@@ -49,15 +52,17 @@ class Fit:
 
     Attributes:
         peak: Memory of the tensors at the peak of a step.
-        change: Name of the cheapest single change that fits, or else that is Tight; None if the
-            configuration fits, or if no change helps.
+        change: Name of the cheapest single change that fits, or else of the first that is Tight;
+            None if the configuration fits, or if no change helps.
         change_bytes: Peak after the change.
+        change_verdict: Verdict after the change.
     """
 
     verdict: Verdict
     peak: Peak
     change: str | None = None
     change_bytes: int = 0
+    change_verdict: Verdict | None = None
 
 
 class Sizing:
@@ -91,12 +96,13 @@ class Sizing:
         """Whether no fused attention kernel supports model, precision and GPU."""
         kernels = self._base.fused_attention
         is_16_bit = config.training.precision in ("bf16", "fp16")
-        has_kernel = "flex" in kernels or ("varlen" in kernels and is_16_bit)
+        has_flex = "flex" in kernels and config.training.precision != "fp64"
+        has_kernel = has_flex or ("varlen" in kernels and is_16_bit)
         uses_kernel = has_kernel and gpu.capability >= _FUSES_FROM
         return not uses_kernel or config.training.attention == "model"
 
     def verdict(self, config: TrainConfig, gpu: Gpu) -> Verdict:
-        """Return whether a step fits; at best Tight if layers are unknown."""
+        """Return whether a step fits; at best Tight with ZeRO or unknown layers."""
         if not self._base.order:
             return Verdict.TIGHT
         return self._verdict_of(self.peak(config, gpu), config, gpu)
@@ -105,9 +111,15 @@ class Sizing:
         shape, reserve = self.shape(config), reserve_bytes(config)
         has_experts = any(kind.experts is not None for kind in shape.kinds)
         margin = _MARGIN_OF_EXPERTS if has_experts else _MARGIN
-        if peak.nbytes * (1 - margin) + reserve / 2 > gpu.usable:
+        above = margin
+        if config.strategy.activation_checkpointing == "selective":
+            above = _MARGIN_OF_SELECTIVE
+        if stage_of(config):
+            above = _MARGIN_OF_ZERO
+        if peak.nbytes * (1 - above) + reserve / 2 > gpu.usable:
             return Verdict.WOULD_NOT_FIT
-        if shape.is_known and peak.nbytes * (1 + margin) + reserve <= gpu.usable:
+        is_known = shape.is_known and not stage_of(config)
+        if is_known and peak.nbytes * (1 + margin) + reserve <= gpu.usable:
             return Verdict.FITS
         return Verdict.TIGHT
 
@@ -125,9 +137,9 @@ class Sizing:
             least = self.peak(changed, gpu)
             after = self._verdict_of(least, changed, gpu)
             if after is Verdict.FITS:
-                return Fit(verdict, peak, name, least.nbytes)
+                return Fit(verdict, peak, name, least.nbytes, after)
             if after is Verdict.TIGHT and verdict is Verdict.WOULD_NOT_FIT and tight is None:
-                tight = Fit(verdict, peak, name, least.nbytes)
+                tight = Fit(verdict, peak, name, least.nbytes, after)
         return tight or Fit(verdict, peak)
 
 
@@ -162,11 +174,11 @@ def changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     if strategy.type == "ddp" and config.world.world_size > 1 and config.method.type != "qlora":
         yield f"spec.strategy.type fsdp{also}", _with(thrifty, "strategy", type="fsdp")
     if config.method.type == "full":
-        if training.optimizer == "adamw" and training.precision == "bf16":
+        if training.optimizer == "adamw" and training.precision == "bf16" and not stage_of(config):
             name = f"spec.training.optimizer adamw8bit{also}"
             yield name, _with(thrifty, "training", optimizer="adamw8bit")
         yield f"spec.method.type lora{also}", _adapted(thrifty, "lora")
-    if config.method.type != "qlora":
+    if config.method.type != "qlora" and strategy.type != "zero3":
         yield f"spec.method.type qlora{also}", _adapted(thrifty, "qlora")
 
 

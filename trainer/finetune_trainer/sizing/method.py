@@ -17,6 +17,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 """Bytes per element by precision."""
 _BITS = {"none": 0, "nf4": 4, "int8": 8}
 _FP32 = 4
+_OF_EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+"""Modules of experts in checkpoints, whose adapters peft attaches to the stacked weights."""
 
 
 def base_precision(config: TrainConfig) -> str:
@@ -154,12 +156,13 @@ class _Method:
             into_attention=attention,
             out_of_attention=_only(named(Role.OUT_OF_ATTENTION)),
             into_mlp=named(Role.INTO_MLP),
-            out_of_mlp=_only(named(Role.OUT_OF_MLP)) if is_plain else None,
+            out_of_mlp=_only(named(Role.OUT_OF_MLP)),
             norms=kind.norms,
             head_norms=tuple(one.outputs for one in attention[:2]) if kind.has_head_norms else (),
             norms_trained=any(trained),
             experts=None if is_plain else self.experts(kind, prefix, frozen),
-            has_other=bool(roles[Role.OTHER]),
+            other_norms=kind.other_norms,
+            has_other=bool(roles[Role.OTHER]) or self.renames_targets(kind),
         )
 
     def product(self, tensor: BaseTensor, name: str, frozen: Collection[str]) -> Product:
@@ -169,7 +172,14 @@ class _Method:
             rank=self.rank(tensor, name),
             is_trained=self.is_full and name not in frozen,
             is_quantized=self.bits > 0,
+            is_transposed=tensor.is_transposed,
         )
+
+    def renames_targets(self, kind: LayerKind) -> bool:
+        """Whether peft adapts stacked experts in place of the named MLP modules."""
+        lora = self.config.method.lora
+        is_named = lora is not None and not _OF_EXPERTS.isdisjoint(lora.target_modules)
+        return is_named and any(one.role in EXPERTS and one.lora_factor for one in kind.tensors)
 
     def experts(self, kind: LayerKind, prefix: str, frozen: Collection[str]) -> Experts:
         stacked = [one for one in kind.tensors if one.role in EXPERTS]

@@ -50,6 +50,7 @@ class Product:
         rank: Rank of the adapter; 0 without an adapter.
         is_trained: Whether the weight itself is trained.
         is_quantized: Whether the weight is stored in 4 or 8 bits.
+        is_transposed: Whether it is a product of GPT-2, which selective recomputation repeats.
     """
 
     inputs: int
@@ -57,6 +58,7 @@ class Product:
     rank: int
     is_trained: bool
     is_quantized: bool
+    is_transposed: bool = False
 
     @property
     def keeps_input(self) -> bool:
@@ -100,6 +102,7 @@ class Layer:
         head_norms: Widths of per-head norms: all queries, all keys.
         norms_trained: Whether the weights of norms are trained.
         experts: Experts instead of one MLP; None without experts.
+        other_norms: Widths of norms over other sizes.
         has_other: Whether the layer has matrices of operations whose activations are unknown.
     """
 
@@ -112,6 +115,7 @@ class Layer:
     head_norms: tuple[int, ...]
     norms_trained: bool
     experts: Experts | None = None
+    other_norms: tuple[int, ...] = ()
     has_other: bool = False
 
     @property

@@ -13,6 +13,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.sizing.method import ITEMSIZE
 from finetune_trainer.sizing.model_shape import Experts, Layer, ModelShape, Product, Weight
 from finetune_trainer.sizing.moments import moment_nbytes
+from finetune_trainer.sizing.zero import MOST_IN_BUCKET, engine_state, stage_of
 
 COMPONENTS = (
     "parameters",
@@ -24,6 +25,7 @@ COMPONENTS = (
     "gathered layers",
     "activations",
     "logits",
+    "engine buffers",
 )
 ELEMENTS_PER_PASS = 2**22
 """Elements that the 8-bit optimizer updates at once on a GPU: enough to occupy it."""
@@ -97,6 +99,7 @@ class _Step:
         self.item_size = ITEMSIZE[training.precision]
         self.sum_size = max(4, self.item_size)
         self.is_sharded = strategy.type == "fsdp"
+        self.zero_stage = stage_of(config)
         self.shards = config.world.world_size // strategy.replicas if self.is_sharded else 1
         # FSDP computes in its own low-precision copies; other strategies use autocast.
         self.is_autocast = not self.is_sharded and self.item_size < min(4, shape.head_itemsize)
@@ -128,6 +131,8 @@ class _Step:
     # ---- always allocated
 
     def static(self) -> dict[str, int]:
+        if self.zero_stage:
+            return engine_state(self.shape, self.config, self.item_size)
         if self.config.strategy.offload == "cpu":
             return {"buffers": self.shape.buffer_bytes}
         return {
@@ -140,9 +145,20 @@ class _Step:
         return moment_nbytes(weight, self.shards, self.optimizer) if weight.is_trained else 0
 
     def gradients(self) -> int:
+        if self.zero_stage:
+            return self.gradients_of_engine()
         if self.config.strategy.offload == "cpu":
             return 0
         return self.shape.sum_weights(lambda w: w.is_trained * w.shard_nbytes(self.shards))
+
+    def gradients_of_engine(self) -> int:
+        """Return the bytes of ZeRO's gradients in addition to the static state."""
+        trained = self.shape.sum_weights(lambda w: w.is_trained * w.count)
+        ranks = self.config.world.world_size
+        if self.zero_stage == 1:
+            return self.item_size * trained
+        bucket = self.sum_size * min(trained, MOST_IN_BUCKET)
+        return self.sum_size * trained // ranks + bucket if self.zero_stage == 2 else 0
 
     def whole_gradients(self) -> int:
         """Sum FSDP's unsharded fp32 gradients over micro-batches, if the strategy retains them."""
@@ -174,7 +190,7 @@ class _Step:
             **self.static(),
             **self.earlier_gradients(),
             "autocast copies": self.copies_of_layers() + self.head_copy(),
-            "gathered layers": self.gathered(layers=0, head=True) + self.buffer,
+            "gathered layers": self.gathered(layers=0, head=True) + self.is_sharded * self.buffer,
             "activations": self.saved_by_layers() + self.outside_layers(),
             "logits": self.head(self.tokens, self.shape.hidden),
         }
@@ -207,7 +223,8 @@ class _Step:
         gradients = self.earlier_gradients() | (
             {} if self.whole_gradients() else {"gradients": self.gradients()}
         )
-        if not self.is_sharded and self.shape.head_trained:  # counted at the embedding's gradient
+        is_replicated = not (self.is_sharded or self.zero_stage)
+        if is_replicated and self.shape.head_trained:  # counted at the embedding's gradient
             own = self.shape.vocabulary * self.shape.hidden * self.shape.head_itemsize
             gradients["gradients"] -= (not self.accumulates) * own * (2 - self.shape.is_tied)
         return {
@@ -268,11 +285,13 @@ class _Step:
         recompute products with a trained weight.
         """
         each = self.shape.hidden * self.residual + 4 * self.shape.heads
+        is_compiled = self.config.training.compile
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
-            each += sum(p.outputs for p in layer.into_attention) * self.item_size
+            if not is_compiled:  # compiled layers rotate the results of products again
+                each += sum(p.outputs for p in layer.into_attention) * self.item_size
         for product in self.products(layer):
-            if self.config.training.compile or not product.is_trained:
+            if is_compiled or not (product.is_trained or product.is_transposed):
                 each += product.outputs * self.item_size
         if layer.experts is not None and layer.experts.shared:
             each += (2 * layer.experts.shared + self.shape.hidden) * self.item_size
@@ -284,6 +303,7 @@ class _Step:
             return self.tokens * self.shape.hidden * self.residual
         if layer.experts is not None:  # compiled ones retain at most as much
             each = self.saved_by_attention(layer) + self.saved_by_experts(layer.experts)
+            each += self.saved_by_mlp(layer) if layer.out_of_mlp is not None else 0
             return self.tokens * each + self.merged_experts(layer.experts) + self.scores()
         if self.config.training.compile:
             return self.saved_compiled(layer) + self.scores()
@@ -295,6 +315,7 @@ class _Step:
         attention, size = layer.out_of_attention, self.item_size
         assert attention is not None, "a known layer has attention"
         each = layer.norms * self.norm(self.shape.hidden, is_trained=layer.norms_trained)
+        each += sum(self.norm(w, is_trained=layer.norms_trained) for w in layer.other_norms)
         each += self.inputs_of(layer.into_attention)
         each += sum(p.outputs for p in layer.into_attention) * size  # rotated q and k, and v
         each += self.rotated_copies(layer)
@@ -312,7 +333,7 @@ class _Step:
     def saved_by_mlp(self, layer: Layer) -> int:
         """Return the bytes per token of an MLP."""
         mlp, size = layer.out_of_mlp, self.item_size
-        assert mlp is not None, "a known layer without experts has an MLP"
+        assert mlp is not None, "the layer has an MLP"
         gates = sum(p.outputs for p in layer.into_mlp)
         # the gate's input and result, the other factor, and their product
         each = (gates + 2 * mlp.inputs if gates >= 2 * mlp.inputs else gates + mlp.inputs) * size
@@ -327,6 +348,8 @@ class _Step:
         is frozen also its copy of the input, the product and its output.
         """
         hidden, width, size = self.shape.hidden, experts.width, self.item_size
+        if experts.is_trained and not self.is_sharded:
+            size = self.sum_size  # torch's grouped product does not use autocast
         is_frozen = not (experts.is_adapted or experts.is_trained)
         routed = 3 * width if is_frozen else 2 * hidden + 4 * width
         each = experts.per_token * routed * size + 2 * hidden * size
@@ -340,7 +363,7 @@ class _Step:
 
     def scores(self, nbytes: int | None = None) -> int:
         """Return the bytes of attention scores of a layer, if no fused kernel avoids them."""
-        if not self.keeps_scores:
+        if not (self.keeps_scores and self.shape.score_bytes):
             return 0
         rows = self.config.training.micro_batch_size
         each = self.shape.score_bytes if nbytes is None else nbytes
@@ -356,7 +379,8 @@ class _Step:
         each = layer.norms * self.shape.hidden * self.residual + 4 * self.shape.heads
         each += self.inputs_of(layer.into_attention) + self.inputs_of(layer.into_mlp)
         each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.item_size
-        each += sum(layer.head_norms) * self.item_size + self.rotated_copies(layer)
+        each += sum((*layer.head_norms, *layer.other_norms)) * self.item_size
+        each += self.rotated_copies(layer)
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
         if layer.out_of_mlp is not None and layer.out_of_mlp.keeps_input:
@@ -394,7 +418,7 @@ class _Step:
         if layer.experts is not None:
             each = 3 * layer.experts.per_token * layer.experts.width * self.item_size
             # gradients of the larger merged weight
-            gates = self.tokens * each + self.merged_experts(layer.experts) * 2 // 3
+            gates += self.tokens * each + self.merged_experts(layer.experts) * 2 // 3
         return recomputed + hidden + gates + self.scores(4) + self.dequantized(layer)
 
     def dequantized(self, layer: Layer) -> int:
@@ -460,6 +484,9 @@ class _Step:
 
     def gathered(self, *, layers: int, head: bool = False) -> int:
         """Return the bytes of weights gathered by FSDP: root, some layers, and retained groups."""
+        if self.zero_stage == 3:  # at least two layers, and embedding or head
+            ends = self.shape.vocabulary * self.shape.hidden * self.item_size
+            return 2 * self.buffer + ends
         shape, keeps = self.shape, self.config.strategy.reshard_after_forward is False
         size = self.full(shape.others) - self.full(shape.embedding) - self.full(shape.head)
         size += keeps * self.full(shape.embedding)
@@ -473,7 +500,8 @@ class _Step:
         return max(self.full(kind.weights) for kind in self.shape.kinds)
 
     def full(self, weights: tuple[Weight, ...]) -> int:
-        return sum(w.gathered_nbytes(self.item_size) for w in weights) if self.is_sharded else 0
+        gathers = self.is_sharded or self.zero_stage == 3
+        return sum(w.gathered_nbytes(self.item_size) for w in weights) if gathers else 0
 
     def gradients_of_layer(self, layer: Layer, *, before: tuple[Weight, ...] = ()) -> int:
         """Return the bytes of FSDP's gradients of a layer, and of its or `before`'s in fp32.
