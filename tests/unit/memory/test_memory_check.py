@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.refusals import STRICT, Refusals
+from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import changes
 from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.peak import step_peak
@@ -113,6 +115,27 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
     off = config.training.model_copy(update={"check_memory": False})
     rank._check_memory(config.model_copy(update={"training": off}), gpu, None, ROW, STRICT)
     rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), None, ROW, STRICT)
+
+
+def test_a_gpu_is_measured_once_and_its_model_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, read, warnings = World(0, 0, 1, torch.device("cuda", 0)), list[BaseShape](), list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (26 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+
+    def read_once(config: TrainConfig) -> BaseShape:
+        read.append(read_base_of(config))
+        return read[-1]
+
+    monkeypatch.setattr(rank, "read_base_of", read_once)
+    config = config_of(tmp_path, data={"max_seq_len": ROW})
+    telemetry: Any = SimpleNamespace(warn=warnings.append, log=warnings.append)
+    refusals = Refusals(is_new=True, warn=warnings.append)
+    resolved, base = rank._resolve_config(config, gpu, telemetry, None, refusals)
+    assert resolved.strategy == config.strategy
+    assert read == [base]
+    assert ["may not be enough" in one for one in warnings] == [True]
 
 
 def test_a_run_with_a_checkpoint_and_a_tight_one_start_with_a_warning(tmp_path: Path) -> None:
