@@ -50,7 +50,7 @@ def config_of(folder: Path, method: str) -> TrainConfig:
 
 def of_shape(shape: ModelShape) -> Parameters:
     """Count the parameters by elements, bytes per element, rows and whether they are trained."""
-    weights = [weight for layer in shape.layers for weight in layer.weights]
+    weights = [weight for kind in shape.order for weight in shape.kinds[kind].weights]
     return Counter((w.count, w.itemsize, w.rows, w.is_trained) for w in (*weights, *shape.others))
 
 

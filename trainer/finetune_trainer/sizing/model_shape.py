@@ -170,11 +170,6 @@ class ModelShape:
     is_rotary: bool = False
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """Decoder layers in order."""
-        return tuple(self.kinds[kind] for kind in self.order)
-
-    @property
     def is_known(self) -> bool:
         """Whether the activations of all layers can be counted."""
         return bool(self.order) and all(kind.is_known for kind in self.kinds)
