@@ -138,8 +138,7 @@ def run(
     if resolved is not config:
         config, plan = resolved, DataPlan.of(dataset, resolved)
         _report_data(config, world, telemetry, plan, dataset, held_out)
-    # Compiled kernels and GPUs need a fixed length; a CPU saves the padding.
-    pads = config.data.packing and (config.training.compile or world.device.type == "cuda")
+    pads = _has_fixed_length(config, world)
     # No rounding for unpacked rows: the model may have no positions beyond its longest row.
     round_to = ROUND_TO_ON_GPU if pads else 1
     patience = Patience(config.training.early_stopping)
@@ -166,6 +165,11 @@ def run(
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
+
+
+def _has_fixed_length(config: TrainConfig, world: World) -> bool:
+    """Return whether all micro-batches have the same length; a CPU saves the padding."""
+    return config.data.packing and (config.training.compile or world.device.type == "cuda")
 
 
 def _is_stopping(telemetry: Telemetry, agreement: Agreement, stop: StopSignal) -> bool:

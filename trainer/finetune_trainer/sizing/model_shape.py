@@ -119,6 +119,12 @@ class Layer:
     has_other: bool = False
 
     @property
+    def products(self) -> tuple[Product, ...]:
+        """All products of attention and MLP."""
+        ends = tuple(p for p in (self.out_of_attention, self.out_of_mlp) if p is not None)
+        return (*self.into_attention, *self.into_mlp, *ends)
+
+    @property
     def is_known(self) -> bool:
         """Whether its activations can be counted: attention, and an MLP or experts."""
         has_mlp = self.out_of_mlp is not None or self.experts is not None
@@ -188,3 +194,8 @@ class ModelShape:
         """Return the maximum over all parameters."""
         weights = (weight for kind in self.kinds for weight in kind.weights)
         return max(map(size_of, (*weights, *self.others)))
+
+
+def trained_count(weights: tuple[Weight, ...]) -> int:
+    """Return the number of trained elements."""
+    return sum(weight.count for weight in weights if weight.is_trained)
