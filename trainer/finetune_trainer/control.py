@@ -272,12 +272,14 @@ class Verdict:
 
     Attributes:
         is_collateral: The rank only lost its peers; another rank is the cause.
+        is_gpu_memory: The memory of a GPU is exhausted.
     """
 
     failure_class: FailureClass
     exit_code: ExitCode
     message: str
     is_collateral: bool = False
+    is_gpu_memory: bool = False
 
     @property
     def is_own_fault(self) -> bool:
@@ -308,7 +310,12 @@ def classify(error: BaseException) -> Verdict:
                 "spec.method.quantization nf4",
             )
         message = f"{what}: {_sentence(error)}; {advice}"
-        return Verdict(FailureClass.OUT_OF_MEMORY, ExitCode.KILLED, message)
+        return Verdict(
+            FailureClass.OUT_OF_MEMORY,
+            ExitCode.KILLED,
+            message,
+            is_gpu_memory=is_out_of_gpu_memory(error),
+        )
     if isinstance(error, RuntimeError) and any(phrase in text for phrase in _HANG_PHRASES):
         return Verdict(
             FailureClass.HUNG,
@@ -341,6 +348,14 @@ def _is_of_a_peer(text: str) -> bool:
     return bool(is_there) and not any(phrase in added for phrase in _OF_THIS_NODE)
 
 
+def is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Whether the memory of a GPU is exhausted, rather than that of its machine."""
+    torch = sys.modules.get("torch")
+    is_of_torch = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    text = str(error).lower()
+    return is_of_torch or (is_out_of_memory(error) and "cuda" in text)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this machine or its GPU ran out of memory."""
     if isinstance(error, MemoryError):
@@ -371,6 +386,7 @@ def guard(
             failure_class=verdict.failure_class,
             exit_code=verdict.exit_code,
             message=verdict.message,
+            is_gpu_memory=verdict.is_gpu_memory or None,
         )
         return termination, verdict
 

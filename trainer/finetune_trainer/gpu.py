@@ -82,6 +82,21 @@ def find_gpu(device: torch.device) -> Gpu | None:
     )
 
 
+def has_nvlink(device: torch.device) -> bool:
+    """Return whether an NVLink of `device` is up."""
+    import pynvml as nv
+
+    try:
+        nv.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = nv.nvmlDeviceGetHandleByUUID(uuid)
+        return any(
+            nv.nvmlDeviceGetNvLinkState(handle, link) for link in range(nv.NVML_NVLINK_MAX_LINKS)
+        )
+    except nv.NVMLError:  # NOT_SUPPORTED without NVLink, or no library
+        return False
+
+
 def _memory(device: torch.device) -> GpuMemory:
     """Return the allocator's counters."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)

@@ -39,10 +39,7 @@ from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.interconnect import check_transport
 from finetune_trainer.loop import Run, evaluate, train
-from finetune_trainer.memory.check import check_memory
-from finetune_trainer.memory.host import free_host_memory
-from finetune_trainer.memory.read_base import read_base_of
-from finetune_trainer.memory.unsharded import choose_unsharded
+from finetune_trainer.memory.settle import read_base_if_needed, settle
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.compiler import report_compilations
 from finetune_trainer.model.families import resolve_packing
@@ -110,16 +107,19 @@ def run(
     checkpoint = recorded(config.checkpoint, config.job)
     refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
     config, base = _resolve_config(config, world, telemetry, checkpoint, refusals)
-    strategy = create(config, world)
+    fitted = partial(_settle, world=world, telemetry=telemetry, base=base, refusals=refusals)
+    if config.data.packing:  # the length of other rows is known only after tokenising
+        config = fitted(config, row_tokens=config.data.max_seq_len)
     data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
+    if not config.data.packing:
+        config = fitted(config, row_tokens=int(dataset.lengths.max()))
+    strategy = create(config, world)
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
     is_old = checkpoint is not None and checkpoint.method == _method_hash(requested, [])
     unreached = _unreached(config, dataset, agreement.any(is_old), warn_from_rank0)
-    unless_stopped(
-        agreement, stop, partial(_download, config, world, telemetry, dataset, base, refusals)
-    )
+    unless_stopped(agreement, stop, partial(_download, config, world, telemetry))
     load = partial(_load, config, world, telemetry, refusals, unreached)
     module = unless_stopped(agreement, stop, load)
     if world.is_main:
@@ -184,35 +184,6 @@ def _watch_scheduled_events(config: TrainConfig, telemetry: Telemetry, stop: Sto
         watch_scheduled_events(config.control.scheduled_events_url, stop, log)
 
 
-def _check_memory(
-    config: TrainConfig,
-    world: World,
-    base: BaseShape | None,
-    row_tokens: int,
-    refusals: Refusals,
-    *,
-    warns: bool = True,
-) -> None:
-    """Refuse a configuration that does not fit into GPU memory, before the model is loaded."""
-    if world.device.type == "cuda" and config.training.check_memory:
-        check_memory(
-            config,
-            _free_memory(config, world),
-            row_tokens=row_tokens,
-            base=base,
-            capability=torch.cuda.get_device_capability(world.device),
-            refusals=refusals,
-            warns=warns,
-        )
-
-
-def _free_memory(config: TrainConfig, world: World) -> int:
-    """Return the free bytes of this rank's device; of the host an equal share."""
-    if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0]
-    return free_host_memory() // config.world.nproc_per_node
-
-
 def _resolve_config(
     config: TrainConfig,
     world: World,
@@ -220,7 +191,7 @@ def _resolve_config(
     checkpoint: Fingerprint | None,
     refusals: Refusals,
 ) -> tuple[TrainConfig, BaseShape | None]:
-    """Resolve the configuration for this model, whose shape is read if memory is checked.
+    """Resolve the configuration for this model, whose shape is read if memory decides something.
 
     This imports transformers.
     """
@@ -228,15 +199,24 @@ def _resolve_config(
     with gc_paused():
         config = resolve_stored_quantization(config, load_settings(config.model), refusals)
         config = resolve_packing(config, _warn_from_rank0(telemetry, world))
-        # The length of unpacked rows is known only after tokenising.
-        is_packed, is_gpu = config.data.packing, world.device.type == "cuda"
-        row_tokens = config.data.max_seq_len if is_packed else 1
-        base = read_base_of(config) if is_gpu and config.training.check_memory else None
-        _check_memory(config, world, base, row_tokens, refusals, warns=is_packed)
-        free = world.smallest(_free_memory(config, world))
-        card = torch.cuda.get_device_capability(world.device) if is_gpu else (9, 0)
-        lowest = divmod(world.smallest(100 * card[0] + card[1]), 100)
-        return choose_unsharded(config, free, base=base, capability=lowest), base
+        return config, read_base_if_needed(config, world)
+
+
+def _settle(
+    config: TrainConfig,
+    *,
+    world: World,
+    telemetry: Telemetry,
+    base: BaseShape | None,
+    refusals: Refusals,
+    row_tokens: int,
+) -> TrainConfig:
+    """Choose by memory what is open, and report the choices of `auto`."""
+    warn = _warn_from_rank0(telemetry, world)
+    settled = settle(config, world, base, row_tokens=row_tokens, refusals=refusals, warn=warn)
+    if settled.report is not None:
+        telemetry.chose(settled.config, settled.report)
+    return settled.config
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:
@@ -375,18 +355,8 @@ def _check_float8(
         check_float8(module, strategy.evaluate, loss_inputs(first_batch(), world.device))
 
 
-def _download(
-    config: TrainConfig,
-    world: World,
-    telemetry: Telemetry,
-    dataset: TokenDataset,
-    base: BaseShape | None,
-    refusals: Refusals,
-) -> None:
-    """Download the weights of a model that fits into memory."""
+def _download(config: TrainConfig, world: World, telemetry: Telemetry) -> None:
     telemetry.phase(Phase.LOADING)
-    if not config.data.packing:
-        _check_memory(config, world, base, int(dataset.lengths.max()), refusals)
     download_weights(config, world)
 
 

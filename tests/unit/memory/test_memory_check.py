@@ -2,21 +2,20 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from finetune_trainer import rank
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.read_base import read_base_of
+from finetune_trainer.memory.settle import read_base_if_needed, settle
 from finetune_trainer.refusals import STRICT, Refusals
-from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import changes
 from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.peak import step_peak
@@ -110,31 +109,26 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
     config, gpu = config_of(tmp_path), World(0, 0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    settled = partial(settle, base=None, row_tokens=ROW, refusals=STRICT, warn=print)
     with pytest.raises(ConfigError, match=r"10\.0 GiB are free"):
-        rank._check_memory(config, gpu, None, ROW, STRICT)
+        settled(config, gpu)
     off = config.training.model_copy(update={"check_memory": False})
-    rank._check_memory(config.model_copy(update={"training": off}), gpu, None, ROW, STRICT)
-    rank._check_memory(config, World(0, 0, 1, torch.device("cpu")), None, ROW, STRICT)
+    unchecked = config.model_copy(update={"training": off})
+    assert settled(unchecked, gpu).config == unchecked
+    assert settled(config, World(0, 0, 1, torch.device("cpu"))).config == config
 
 
-def test_a_gpu_is_measured_once_and_its_model_is_read_once(
+def test_a_tight_configuration_starts_on_a_gpu_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, read, warnings = World(0, 0, 1, torch.device("cuda", 0)), list[BaseShape](), list[str]()
+    gpu, warnings = World(0, 0, 1, torch.device("cuda", 0)), list[str]()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (26 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
-
-    def read_once(config: TrainConfig) -> BaseShape:
-        read.append(read_base_of(config))
-        return read[-1]
-
-    monkeypatch.setattr(rank, "read_base_of", read_once)
     config = config_of(tmp_path, data={"max_seq_len": ROW})
-    telemetry: Any = SimpleNamespace(warn=warnings.append, log=warnings.append)
-    refusals = Refusals(is_new=True, warn=warnings.append)
-    resolved, base = rank._resolve_config(config, gpu, telemetry, None, refusals)
-    assert resolved.strategy == config.strategy
-    assert read == [base]
+    refusals, base = Refusals(is_new=True, warn=warnings.append), read_base_if_needed(config, gpu)
+    settled = settle(config, gpu, base, row_tokens=ROW, refusals=refusals, warn=warnings.append)
+    assert settled.config.strategy == config.strategy
+    assert settled.report is None
     assert ["may not be enough" in one for one in warnings] == [True]
 
 

@@ -38,6 +38,7 @@ from finetune_trainer.config.report import DataReport as DataReport
 from finetune_trainer.config.report import ExitCode as ExitCode
 from finetune_trainer.config.report import FailureClass as FailureClass
 from finetune_trainer.config.report import Phase as Phase
+from finetune_trainer.config.report import PlanReport as PlanReport
 from finetune_trainer.config.report import ProfileReport as ProfileReport
 from finetune_trainer.config.report import Progress as Progress
 from finetune_trainer.config.report import SampleAnswer as SampleAnswer
@@ -61,6 +62,7 @@ from finetune_trainer.config.train import ENV_RDZV_KEY as ENV_RDZV_KEY
 from finetune_trainer.config.train import ENV_TERMINATION_PATH as ENV_TERMINATION_PATH
 from finetune_trainer.config.train import ENV_VOLUMES as ENV_VOLUMES
 from finetune_trainer.config.train import MAX_PROFILED_STEPS as MAX_PROFILED_STEPS
+from finetune_trainer.config.train import AutoConfig as AutoConfig
 from finetune_trainer.config.train import CheckpointConfig as CheckpointConfig
 from finetune_trainer.config.train import ControlConfig as ControlConfig
 from finetune_trainer.config.train import OutputConfig as OutputConfig

@@ -100,6 +100,23 @@ class TrackerRun(ContractModel):
     url: Annotated[str, Field(max_length=512)] = Field(description="Page of the run.")
 
 
+class PlanReport(ContractModel):
+    """Values that the trainer has chosen for settings with `auto`, beside the other settings."""
+
+    strategy: Annotated[str, Field(max_length=16)]
+    replicas: Annotated[int, Field(ge=1, le=2**31)] = 1
+    activation_checkpointing: Annotated[str, Field(max_length=16)]
+    micro_batch_size: Annotated[int, Field(ge=1, le=2**31)]
+    precision: Annotated[str, Field(max_length=16)]
+    peak_bytes: Count | None = Field(
+        None, description="Tensors of a step on each rank by the formula; null if not known."
+    )
+    usable_bytes: Count = Field(description="Memory of the rank that has the least.")
+    lower_peak_bytes: Count | None = Field(
+        None, description="Peak of the next choice after an OutOfMemory; null if there is none."
+    )
+
+
 class DataReport(ContractModel):
     """Counts of the rows, including truncated rows."""
 
@@ -215,6 +232,7 @@ class Progress(ContractModel):
     train_data: DataReport | None = None
     eval_data: DataReport | None = None
     metrics_url: str | None = None
+    plan: PlanReport | None = Field(None, description="What `auto` chose; null without `auto`.")
     profile: ProfileReport | None = Field(None, description="The newest profile of this attempt.")
     transport: str | None = Field(
         None, description="Transports between the GPUs, such as NET/IB,P2P; null if not known."
@@ -287,3 +305,6 @@ class Termination(ContractModel):
     checkpoint: CheckpointRef | None = None
     artifacts: tuple[str, ...] = ()
     progress: Progress | None = None
+    is_gpu_memory: bool | None = Field(
+        None, description="true if the memory of a GPU was exhausted; null otherwise."
+    )

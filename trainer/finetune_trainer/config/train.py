@@ -1,4 +1,4 @@
-"""`TrainConfig`: the whole configuration of one attempt, with every choice resolved."""
+"""`TrainConfig`: the whole configuration of one attempt."""
 
 from typing import Annotated, Literal, Self
 
@@ -51,7 +51,7 @@ class WorldConfig(ContractModel):
 
 
 class StrategyConfig(ContractModel):
-    """How the ranks share one model; all `auto` values are resolved."""
+    """How the ranks share one model."""
 
     type: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
     offload: Literal["none", "optimizer", "cpu", "nvme"] = Field(
@@ -109,6 +109,26 @@ class StrategyConfig(ContractModel):
                 "need spec.strategy.type fsdp"
             )
         return self
+
+
+class AutoConfig(ContractModel):
+    """Settings that the trainer chooses by memory when the attempt starts.
+
+    In the other sections they have the values with which the choice begins.
+    """
+
+    settings: Annotated[
+        tuple[Literal["strategy", "activationCheckpointing", "microBatchSize", "precision"], ...],
+        Field(min_length=1),
+    ]
+    peak_at_most: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Bytes of a step on each rank; an earlier attempt that needed more ran out of "
+        "memory.",
+    )
+    usable_bytes: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Memory of each rank; None reads it from the GPU."
+    )
 
 
 class CheckpointConfig(ContractModel):
@@ -253,7 +273,7 @@ class ControlConfig(ContractModel):
 
 
 class TrainConfig(ContractModel):
-    """Complete configuration of one attempt, with every choice resolved."""
+    """Complete configuration of one attempt; only the settings in `auto` are still to choose."""
 
     version: Literal["v1alpha1"] = "v1alpha1"
     job: JobRef
@@ -263,6 +283,7 @@ class TrainConfig(ContractModel):
     method: MethodConfig
     strategy: StrategyConfig = StrategyConfig()
     training: TrainingConfig
+    auto: AutoConfig | None = Field(None, description="None: all settings are chosen.")
     checkpoint: CheckpointConfig
     output: OutputConfig
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -294,6 +315,15 @@ class TrainConfig(ContractModel):
                 f"spec.training.globalBatchSize {self.training.global_batch_size} is not a "
                 f"multiple of {divisor} ({self.world.world_size} ranks x micro-batch "
                 f"{self.training.micro_batch_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_to_choose_by_is_known(self) -> Self:
+        if self.auto is not None and self.auto.usable_bytes is None and self.world.device == "cpu":
+            raise ValueError(
+                "auto has no effect on a CPU, whose memory is not a rank's own; remove it, or set "
+                "auto.usableBytes"
             )
         return self
 

@@ -190,6 +190,15 @@ def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
             )
 
 
+def needs_single_rows(config: TrainConfig, settings: "PretrainedConfig") -> bool:
+    """Whether a row would depend on the others of its micro-batch, packed or not."""
+    text = settings.get_text_config()
+    return any(
+        form["rope_type"] == "longrope" and config.data.max_seq_len > _known(form, text)
+        for form in _rotary(text)
+    )
+
+
 def _rotary(text: "PretrainedConfig") -> Iterator[Mapping[str, Any]]:
     """Yield the forms of rotary positions: a single form, or one per kind of layer."""
     found = getattr(text, "rope_parameters", None) or {}

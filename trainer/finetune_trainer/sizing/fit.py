@@ -74,8 +74,17 @@ class Sizing:
     """
 
     def __init__(self, base: BaseShape, row_tokens: int) -> None:
-        self._base, self._row_tokens = base, row_tokens
+        self._base, self.row_tokens = base, row_tokens
         self._shapes: dict[tuple[Any, ...], ModelShape] = {}
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the model has a list of decoder layers."""
+        return bool(self._base.order)
+
+    def is_known(self, config: TrainConfig) -> bool:
+        """Whether the formula knows all tensors of a step; a verdict can be Fits only then."""
+        return self.has_layers and self.shape(config).is_known and not stage_of(config)
 
     def shape(self, config: TrainConfig) -> ModelShape:
         """Return the shape of the model that a configuration trains."""
@@ -88,7 +97,7 @@ class Sizing:
 
     def peak(self, config: TrainConfig, gpu: Gpu) -> Peak:
         """Return the peak of a step."""
-        tokens = config.training.micro_batch_size * self._row_tokens
+        tokens = config.training.micro_batch_size * self.row_tokens
         keeps_scores = self._keeps_scores(config, gpu)
         return step_peak(self.shape(config), config, tokens=tokens, keeps_scores=keeps_scores)
 
@@ -103,7 +112,7 @@ class Sizing:
 
     def verdict(self, config: TrainConfig, gpu: Gpu) -> Verdict:
         """Return whether a step fits; at best Tight with ZeRO or unknown layers."""
-        if not self._base.order:
+        if not self.has_layers:
             return Verdict.TIGHT
         return self._verdict_of(self.peak(config, gpu), config, gpu)
 
@@ -118,8 +127,7 @@ class Sizing:
             above = _MARGIN_OF_ZERO
         if peak.nbytes * (1 - above) + reserve / 2 > gpu.usable:
             return Verdict.WOULD_NOT_FIT
-        is_known = shape.is_known and not stage_of(config)
-        if is_known and peak.nbytes * (1 + margin) + reserve <= gpu.usable:
+        if self.is_known(config) and peak.nbytes * (1 + margin) + reserve <= gpu.usable:
             return Verdict.FITS
         return Verdict.TIGHT
 

@@ -16,6 +16,7 @@ from finetune_trainer.config import (
     CheckpointRef,
     DataReport,
     Phase,
+    PlanReport,
     ProfileReport,
     Progress,
     SampleAnswer,
@@ -170,6 +171,19 @@ class Telemetry:
         peak = peak_flops(gpu.model, training.precision, is_float8=training.float8)
         self._gpu = GpuNumbers(self._shared.block, gpu, peak)
         self._show(lambda: self._shared.publish_info(info_labels(self._config, self._rank, gpu)))
+
+    def chose(self, config: TrainConfig, report: PlanReport) -> None:
+        """Record the configuration whose settings are all chosen, and what `auto` chose."""
+        self._config = config
+        self.collectives.chose(config.strategy)
+        labels = info_labels(config, self._rank)
+        self._show(
+            lambda: self._shared.publish_info(
+                {name: labels[name] for name in ("strategy", "precision")}
+            )
+        )
+        self.log("chosen", **report.model_dump(exclude_none=True))
+        self._update(plan=report)
 
     def transport(self, own: Transports, of_run: Transports) -> None:
         """Report the transports of this rank's connections, and of all ranks' together."""

@@ -138,4 +138,7 @@ def _settings(config: TrainConfig) -> Iterator[tuple[str, Scalar]]:
         "precision": training.precision,
         "seed": training.seed,
     }
-    yield from ((name, value) for name, value in named.items() if value is not None)
+    open_ = config.auto.settings if config.auto is not None else ()
+    for name, value in named.items():
+        if value is not None and name not in open_:  # not chosen yet
+            yield name, value

@@ -41,6 +41,10 @@ class Collectives:
         self._recorder: FlightRecorder | None = None
         self._is_of_gloo = False
 
+    def chose(self, strategy: StrategyConfig) -> None:
+        """Name the groups of the strategy that the trainer has chosen, before it creates any."""
+        self._names.use(strategy)
+
     @contextmanager
     def watched(self, *, uses_nccl: bool) -> Iterator[None]:
         """Observe all collectives that begin in the block, from the thread that enters it."""

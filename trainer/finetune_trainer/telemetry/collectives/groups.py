@@ -16,7 +16,11 @@ class GroupNames:
     """Names of the groups of one run."""
 
     def __init__(self, strategy: StrategyConfig) -> None:
-        """Prepare the names for a strategy.
+        """Prepare the names for a strategy."""
+        self.use(strategy)
+
+    def use(self, strategy: StrategyConfig) -> None:
+        """Name the groups of a strategy.
 
         Without replicas, FSDP shards parameters over the default group; with replicas, its mesh
         creates two groups.
