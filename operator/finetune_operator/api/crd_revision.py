@@ -20,7 +20,7 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "1f1abc858e01c143",
         "44fab74958eb6b11",
         "3d8dcc33e9bb9d9b",
-        "bf0b811206f92685",
+        "66817c20ac1efe2a",
     ),
     "finetuneprofiles.finetune.dev": (
         "362787d33b140532",

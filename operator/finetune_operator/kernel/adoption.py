@@ -7,6 +7,7 @@ module with the release after the next one.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
@@ -61,7 +62,8 @@ def _with_first_attempt(
     job: FineTuneJob, found: Found, now: datetime, plan: Plan | None
 ) -> FineTuneJobStatus:
     since = found.since or now
-    status = attempts.with_plan(job.status, plan) if plan else job.status
+    # 0.1.0 has chosen all settings itself.
+    status = attempts.with_plan(job.status, replace(plan, auto=())) if plan else job.status
     status = attempts.open_next(status, since)
     # The attempt runs the first spec, because 0.1.0 wrote the status after each change of the spec.
     has_queue = bool(job.spec.queue)

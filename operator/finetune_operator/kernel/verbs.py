@@ -27,6 +27,7 @@ from finetune_operator.kernel.ledgers import LedgerBook
 from finetune_operator.kernel.status_writer import StatusWriter
 from finetune_operator.kube.api_errors import ApiError
 from finetune_operator.kube.labels import FINALIZER
+from finetune_operator.planner.plan import with_choice
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import Reason, parse_rfc3339
 from finetune_operator.reconcile.decide import (
@@ -173,6 +174,7 @@ class Actions:
         plan = self._index.plan(view)
         if isinstance(plan, Rejection):
             raise BackendError(plan.message)
+        plan = with_choice(plan, view.job.status.plan)
         backend = self._backends.of(view.job)
         return await backend.submit(backend.render(replace(plan, job=view.job), Attempt(number)))
 

@@ -1,17 +1,37 @@
-"""Choose the settings that a job leaves open: ranks, strategy, micro-batch and precision.
+"""Choose the settings that a job leaves open, or leave them to the trainer on GPUs.
 
-`make_plan` is pure and records the reasons; backends convert the plan into a request.
+`make_plan` is pure and records the reasons; backends convert the plan into a request. The trainer
+chooses by the memory of the GPUs when an attempt starts and reports its choice, which later
+attempts repeat (`with_choice`).
 """
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
 
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import InvalidJobError, Problem
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
+from finetune_operator.api.v1alpha1.status import PlanStatus
 from finetune_operator.api.v1alpha1.training import Optimizer, Precision
 
 MAX_AUTO_MICRO_BATCH = 8
+_GIB = 2**30
+_OF_TRAINING = {
+    "global_batch_size",
+    "micro_batch_size",
+    "max_seq_length",
+    "packing",
+    "precision",
+    "optimizer",
+    "compile",
+    "attention",
+    "fused_head",
+    "float8",
+    "liger",
+}
+"""Fields of `spec.training` that the trainer's choice depends on."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,10 @@ class Plan:
         compiles: Whether decoder layers are compiled, if the model supports it.
         micro_batch_size: Sequences per forward pass and rank.
         reasons: Reason of each choice, one sentence each.
+        replicas: Groups of ranks that each hold the whole model; fsdp only.
+        auto: Settings that the trainer chooses, by their names in `AutoConfig`; the values here
+            are those with which it begins.
+        peak_at_most: Largest peak of the trainer's choice in bytes, after an OutOfMemory.
     """
 
     job: FineTuneJob
@@ -37,6 +61,9 @@ class Plan:
     compiles: bool
     micro_batch_size: int
     reasons: tuple[str, ...]
+    replicas: int = 1
+    auto: tuple[str, ...] = ()
+    peak_at_most: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -49,6 +76,24 @@ class Plan:
         per_pass = self.world_size * self.micro_batch_size
         return self.job.spec.training.global_batch_size // per_pass
 
+    @property
+    def digest(self) -> str:
+        """Digest of the fields and of the world that the trainer's choice depends on.
+
+        Fields with their default are left out, so that a field of a later version changes nothing.
+        """
+        spec = self.job.spec
+        parts = [
+            part.model_dump(mode="json", exclude_defaults=True)
+            for part in (spec.model, spec.method, spec.strategy)
+        ]
+        parts += [
+            spec.training.model_dump(mode="json", include=_OF_TRAINING, exclude_defaults=True),
+            {"nodes": self.nodes, "processes": self.processes_per_node, "device": self.device},
+        ]
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
 
 def make_plan(job: FineTuneJob) -> Plan:
     """Choose the settings that the job leaves open.
@@ -58,22 +103,30 @@ def make_plan(job: FineTuneJob) -> Plan:
     """
     spec, reasons = job.spec, list[str]()
     device = "cuda" if spec.topology.gpus_per_node else "cpu"
+    auto = _left_to_the_trainer(job) if device == "cuda" else ()
+    if auto:
+        reasons.append(
+            f"{', '.join(auto)}: left to the trainer, which chooses by the memory of the GPUs when "
+            "the attempt starts"
+        )
     processes = spec.topology.processes_per_node or spec.topology.gpus_per_node or 1
     strategy = spec.strategy.type
     if strategy is StrategyType.AUTO:
         strategy = StrategyType.DDP
-        reasons.append(
-            "strategy ddp: every rank holds the whole model, and only gradients are exchanged; if "
-            "the model does not fit, set fsdp or zero1 to zero3"
-        )
+        if "strategy" not in auto:
+            reasons.append(
+                "strategy ddp: every rank holds the whole model, and only gradients are exchanged"
+            )
     precision = spec.training.precision
     if precision is Precision.AUTO:
         precision, reason = _precision(spec.training.optimizer, device)
-        reasons.append(f"precision {precision}: {reason}")
+        if "precision" not in auto:
+            reasons.append(f"precision {precision}: {reason}")
     recompute = spec.strategy.activation_checkpointing
     if recompute is ActivationCheckpointing.AUTO:
         recompute = ActivationCheckpointing.NONE
-        reasons.append("activation checkpointing none: it costs time and saves only memory")
+        if "activationCheckpointing" not in auto:
+            reasons.append("activation checkpointing none: it costs time and saves only memory")
     compiles = spec.training.compile
     if compiles is None:
         is_native = strategy in (StrategyType.DDP, StrategyType.FSDP)
@@ -89,9 +142,74 @@ def make_plan(job: FineTuneJob) -> Plan:
         precision=precision,
         activation_checkpointing=recompute,
         compiles=compiles,
-        micro_batch_size=_micro_batch_size(job, spec.topology.nodes, processes, reasons),
+        micro_batch_size=_micro_batch_size(job, processes, auto, reasons),
         reasons=tuple(reasons),
+        replicas=spec.strategy.replicas,
+        auto=auto,
     )
+
+
+def with_choice(plan: Plan, stored: PlanStatus | None) -> Plan:
+    """Return the plan with the values that the trainer of an earlier attempt has chosen.
+
+    Unchanged if there is no choice yet, or if it was made for other fields or another world. After
+    an OutOfMemory the plan only has the limit for the next choice. A plan of 0.1.0 has no digest.
+
+    Args:
+        plan: The plan of the spec.
+        stored: The plan in the status.
+    """
+    if not plan.auto or stored is None or stored.digest not in (None, plan.digest):
+        return plan
+    if not stored.micro_batch_size:
+        return replace(plan, peak_at_most=stored.peak_at_most)
+    chosen = replace(plan, auto=())
+    if "strategy" in plan.auto:
+        kind = StrategyType(stored.strategy)
+        chosen = replace(chosen, strategy=kind, replicas=stored.replicas or 1)
+    if "activationCheckpointing" in plan.auto:
+        recompute = ActivationCheckpointing(stored.activation_checkpointing or "none")
+        chosen = replace(chosen, activation_checkpointing=recompute)
+    if "microBatchSize" in plan.auto:
+        chosen = replace(chosen, micro_batch_size=stored.micro_batch_size)
+    if "precision" in plan.auto:
+        chosen = replace(chosen, precision=Precision(stored.precision))
+    rows = chosen.gradient_accumulation_steps * chosen.micro_batch_size * chosen.world_size
+    if rows != plan.job.spec.training.global_batch_size:
+        return plan
+    others = plan.reasons[1:]  # the first one is about `auto`
+    return replace(chosen, reasons=(reason_of_choice(stored), *others))
+
+
+def reason_of_choice(stored: PlanStatus) -> str:
+    """Return the sentence about a choice of the trainer."""
+    memory = ""
+    if stored.peak_bytes and stored.usable_bytes:
+        peak, usable = stored.peak_bytes / _GIB, stored.usable_bytes / _GIB
+        memory = f"; a step takes {peak:.1f} of {usable:.1f} GiB on each GPU"
+    replicas = f" with {stored.replicas} replicas" if stored.replicas else ""
+    return (
+        f"{stored.strategy}{replicas}, activation checkpointing "
+        f"{stored.activation_checkpointing or 'none'}, micro-batch {stored.micro_batch_size} and "
+        f"{stored.precision}: chosen by the trainer{memory}"
+    )
+
+
+def _left_to_the_trainer(job: FineTuneJob) -> tuple[str, ...]:
+    """Return the settings with `auto` that the memory or the generation of the GPUs decides."""
+    strategy, training = job.spec.strategy, job.spec.training
+    is_open = {
+        "strategy": strategy.type is StrategyType.AUTO,
+        "activationCheckpointing": (
+            strategy.activation_checkpointing is ActivationCheckpointing.AUTO
+        ),
+        "microBatchSize": training.micro_batch_size == "auto",
+        # 8-bit moments need bf16.
+        "precision": (
+            training.precision is Precision.AUTO and training.optimizer is not Optimizer.ADAMW_8BIT
+        ),
+    }
+    return tuple(name for name, is_left in is_open.items() if is_left)
 
 
 def _precision(optimizer: Optimizer | None, device: str) -> tuple[Precision, str]:
@@ -102,9 +220,11 @@ def _precision(optimizer: Optimizer | None, device: str) -> tuple[Precision, str
     return precision, f"the default on a {device} device"
 
 
-def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: list[str]) -> int:
+def _micro_batch_size(
+    job: FineTuneJob, processes: int, auto: tuple[str, ...], reasons: list[str]
+) -> int:
     """Return the micro-batch of the job, or the largest divisor up to 8 of the rows per rank."""
-    training = job.spec.training
+    training, nodes = job.spec.training, job.spec.topology.nodes
     asked = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
     step = nodes * processes * asked
     if training.global_batch_size % step:
@@ -123,6 +243,8 @@ def _micro_batch_size(job: FineTuneJob, nodes: int, processes: int, reasons: lis
         )
     if training.micro_batch_size != "auto":
         return training.micro_batch_size
+    if "microBatchSize" in auto:
+        return 1
     if training.packing is not False:
         reasons.append("micro-batch 1: a pack already fills maxSeqLength")
         return 1

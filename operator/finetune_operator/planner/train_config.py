@@ -102,6 +102,7 @@ def derive_train_config(plan: Plan, attempt: int, locations: Locations) -> train
         method=_method(spec, locations),
         strategy=_strategy(plan),
         training=_training(plan),
+        auto=_auto(plan),
         checkpoint=trainer.CheckpointConfig(
             dir=locations.checkpoint_dir,
             enabled=spec.checkpoint.enabled is not False,
@@ -215,11 +216,19 @@ def _strategy(plan: Plan) -> trainer.StrategyConfig:
         type=plan.strategy.value,
         offload=strategy.offload.value,
         nvme_path=strategy.nvme_path,
-        replicas=strategy.replicas,
+        replicas=plan.replicas,
         reshard_after_forward=strategy.reshard_after_forward,
         reduce_each_micro_batch=strategy.reduce_each_micro_batch,
         prefetch=_prefetch(plan),
         activation_checkpointing=plan.activation_checkpointing.value,
+    )
+
+
+def _auto(plan: Plan) -> trainer.AutoConfig | None:
+    if not plan.auto:
+        return None
+    return trainer.AutoConfig.model_validate(
+        {"settings": plan.auto, "peak_at_most": plan.peak_at_most}
     )
 
 

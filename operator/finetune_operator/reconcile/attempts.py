@@ -26,7 +26,7 @@ from finetune_operator.api.v1alpha1.status import (
 )
 from finetune_operator.backends.base import Handle, Observation
 from finetune_operator.backends.root_cause import NO_EXIT_CODE
-from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.plan import Plan, reason_of_choice, with_choice
 from finetune_operator.reconcile.conditions import (
     ConditionType,
     Reason,
@@ -36,12 +36,15 @@ from finetune_operator.reconcile.conditions import (
     set_condition,
 )
 from finetune_operator.reconcile.failures import action_for
-from finetune_trainer.config import CheckpointRef, FailureClass, Progress, Termination
+from finetune_trainer.config import CheckpointRef, FailureClass, PlanReport, Progress, Termination
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 10, 300
 """Waits after the second attempt in a row without progress, and at most."""
 
 KEPT = 10
+MOST_LOWERED = 2
+"""OutOfMemory failures after which the trainer chooses again."""
+_AUTO = "auto"
 MESSAGE_LENGTH = 1024
 _AGAIN = "then create the job again"
 
@@ -106,16 +109,68 @@ def handle_of(status: FineTuneJobStatus) -> Handle | None:
 
 
 def with_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
-    """Return the status with the plan of the next attempt."""
+    """Return the status with the plan of the next attempt, which repeats the trainer's choice."""
+    stored, digest = status.plan, plan.digest if plan.auto else None
+    plan = with_choice(plan, stored)
     planned = PlanStatus(
-        strategy=plan.strategy.value,
-        precision=plan.precision.value,
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        strategy=_AUTO if "strategy" in plan.auto else plan.strategy.value,
+        precision=_AUTO if "precision" in plan.auto else plan.precision.value,
+        micro_batch_size=0 if plan.auto else plan.micro_batch_size,
+        gradient_accumulation_steps=0 if plan.auto else plan.gradient_accumulation_steps,
         reasons=list(plan.reasons),
     )
+    if digest is not None:
+        is_open = "activationCheckpointing" in plan.auto
+        recompute = _AUTO if is_open else plan.activation_checkpointing.value
+        choice = {"activation_checkpointing": recompute, "digest": digest}
+        if stored is not None and stored.digest == digest:
+            kept = stored.model_dump(include=_OF_CHOICE, exclude_none=True)
+            choice = {**kept, **choice}
+        replicas = plan.replicas if plan.replicas > 1 else None
+        planned = planned.model_copy(update={**choice, "replicas": replicas})
     nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
     return status.model_copy(update={"plan": planned, "nodes": nodes})
+
+
+_OF_CHOICE = {"peak_bytes", "usable_bytes", "lower_peak_bytes", "peak_at_most", "lowered"}
+
+
+def _with_choice_of_trainer(status: FineTuneJobStatus, report: PlanReport) -> FineTuneJobStatus:
+    stored = status.plan or PlanStatus()
+    chosen = stored.model_copy(
+        update={
+            "strategy": report.strategy,
+            "precision": report.precision,
+            "micro_batch_size": report.micro_batch_size,
+            "gradient_accumulation_steps": report.gradient_accumulation_steps,
+            "activation_checkpointing": report.activation_checkpointing,
+            "replicas": report.replicas if report.replicas > 1 else None,
+            "peak_bytes": report.peak_bytes,
+            "usable_bytes": report.usable_bytes,
+            "lower_peak_bytes": report.lower_peak_bytes,
+            "peak_at_most": None,
+        }
+    )
+    reasons = [reason_of_choice(chosen), *stored.reasons[1:]]
+    return status.model_copy(update={"plan": chosen.model_copy(update={"reasons": reasons})})
+
+
+def lowered(status: FineTuneJobStatus) -> FineTuneJobStatus | None:
+    """Return the status after which the trainer makes a choice with a lower peak.
+
+    None if there is no such choice, or after the second one.
+    """
+    plan = status.plan
+    count = 0 if plan is None else plan.lowered or 0
+    if plan is None or plan.lower_peak_bytes is None or count >= MOST_LOWERED:
+        return None
+    update = {
+        "micro_batch_size": 0,
+        "peak_at_most": plan.lower_peak_bytes,
+        "lower_peak_bytes": None,
+        "lowered": count + 1,
+    }
+    return status.model_copy(update={"plan": plan.model_copy(update=update)})
 
 
 def change_current(status: FineTuneJobStatus, **fields: object) -> FineTuneJobStatus:
@@ -350,6 +405,8 @@ def with_progress(
         status = status.model_copy(update={"trackers": runs})
     if report.attempt != status.attempt:
         return status
+    if report.plan is not None:
+        status = _with_choice_of_trainer(status, report.plan)
     own: dict[str, int] = {"last_step": report.step}
     if report.resumed_step is not None:
         own["resumed_step"] = report.resumed_step

@@ -289,13 +289,20 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         return _between_attempts(view, status)
     if given_up is not None and termination.failure_class is FailureClass.PREEMPTED:
         return _between_attempts(view, status)  # it gave way to another job before it trained
-    policy = view.spec.restart_policy
-    action = failures.action_for(policy, termination.failure_class, termination.exit_code)
+    recurs = False
+    if termination.is_gpu_memory:
+        lower = attempts.lowered(status)
+        status, recurs = lower or status, lower is None
+    message = termination.message
+    if recurs:
+        message += "; auto has no choice that needs less memory"
+    policy, failure = view.spec.restart_policy, termination.failure_class
+    action = failures.action_for(policy, failure, termination.exit_code, recurs=recurs)
     if action is RestartAction.FAIL:
-        return _fail(view, status, termination.failure_class, termination.message)
+        return _fail(view, status, failure, message)
     budget = attempts.spend(status.restarts, action, policy)
     if budget.exceeded is not None:
-        text = f"{budget.message}; cause: {termination.message}"
+        text = f"{budget.message}; cause: {message}"
         return _fail(view, status, budget.exceeded, text)
     return _between_attempts(view, status.model_copy(update={"restarts": budget.restarts}))
 

@@ -100,7 +100,9 @@ def class_of(reported: Termination) -> FailureClass:
     return reported.failure_class
 
 
-def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: int) -> RestartAction:
+def action_for(
+    policy: RestartPolicy, failure_class: FailureClass, exit_code: int, *, recurs: bool = False
+) -> RestartAction:
     """Return the action after a failure: of the first matching rule, else of its class.
 
     By default bad data, a bad configuration and `DoNotRestart` fail the job, a disruption causes a
@@ -108,17 +110,23 @@ def action_for(policy: RestartPolicy, failure_class: FailureClass, exit_code: in
     because it was written for this job. An overtaken attempt is never restarted, because another
     attempt writes its folders now. A restart after a class that would recur is always counted, also
     for a stored job with `RestartFree`, because it would restart indefinitely.
+
+    Args:
+        policy: Rules of the job.
+        failure_class: Class of the failure.
+        exit_code: Exit code of the attempt.
+        recurs: Whether the next attempt would fail in the same way, whatever the class.
     """
     if failure_class is FailureClass.OVERTAKEN:
         return RestartAction.FAIL
+    recurs = recurs or failure_class in PERMANENT_CLASSES
     for rule in policy.rules:
         matches_class = rule.on_class is None or rule.on_class == failure_class
         matches_code = rule.on_exit_codes is None or exit_code in rule.on_exit_codes
         if matches_class and matches_code:
             is_free = rule.action is RestartAction.RESTART_FREE
-            recurs = failure_class in PERMANENT_CLASSES
             return RestartAction.RESTART if is_free and recurs else rule.action
-    if failure_class in PERMANENT_CLASSES:
+    if recurs:
         return RestartAction.FAIL
     if failure_class in DISRUPTIONS:
         return RestartAction.RESTART_FREE

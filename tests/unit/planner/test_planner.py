@@ -2,8 +2,9 @@ import pytest
 
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1.method import ActivationCheckpointing, StrategyType
+from finetune_operator.api.v1alpha1.status import PlanStatus
 from finetune_operator.api.v1alpha1.training import Precision
-from finetune_operator.planner.plan import Plan, make_plan
+from finetune_operator.planner.plan import Plan, make_plan, with_choice
 from support.api.builders import job
 
 
@@ -20,8 +21,7 @@ def test_plan_states_every_choice_and_why_it_was_made():
         compiles=False,
         micro_batch_size=1,
         reasons=(
-            "strategy ddp: every rank holds the whole model, and only gradients are exchanged; if "
-            "the model does not fit, set fsdp or zero1 to zero3",
+            "strategy ddp: every rank holds the whole model, and only gradients are exchanged",
             "precision fp32: the default on a cpu device",
             "activation checkpointing none: it costs time and saves only memory",
             "micro-batch 1: a pack already fills maxSeqLength",
@@ -85,3 +85,73 @@ def test_plan_refuses_a_batch_that_ranks_cannot_share_and_names_the_next_ones():
         "spec.training.globalBatchSize 100 is not a multiple of 64 "
         "(2 nodes x 8 processes x micro-batch 4); use 64 or 128"
     )
+
+
+GPUS = {"gpusPerNode": 4, "processesPerNode": None}
+CHOICE = PlanStatus(
+    strategy="fsdp",
+    precision="fp16",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    activation_checkpointing="selective",
+)
+
+
+def gpu_plan(**overrides):
+    return make_plan(job(topology=GPUS, **{"training": {"globalBatchSize": 32}, **overrides}))
+
+
+def test_plan_leaves_open_settings_of_gpus_to_the_trainer():
+    plan = gpu_plan()
+    assert plan.auto == ("strategy", "activationCheckpointing", "microBatchSize", "precision")
+    assert plan.reasons[0].startswith(
+        "strategy, activationCheckpointing, microBatchSize, precision"
+    )
+    some = gpu_plan(strategy={"type": "fsdp"}, training={"precision": "bf16", "globalBatchSize": 4})
+    assert some.auto == ("activationCheckpointing", "microBatchSize")
+    narrow = gpu_plan(method={"type": "full"}, training={"optimizer": "adamw8bit"})
+    assert "precision" not in narrow.auto
+    assert make_plan(job()).auto == ()
+
+
+def test_later_attempts_get_the_choice_as_explicit_values():
+    plan = gpu_plan()
+    chosen = with_choice(plan, CHOICE.model_copy(update={"digest": plan.digest}))
+    assert chosen.auto == ()
+    assert (chosen.strategy, chosen.precision) == (StrategyType.FSDP, Precision.FP16)
+    assert (chosen.micro_batch_size, chosen.gradient_accumulation_steps) == (2, 4)
+    assert chosen.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    assert "chosen by the trainer" in chosen.reasons[0]
+
+
+def test_a_plan_of_0_1_0_is_kept():
+    old = PlanStatus(
+        strategy="ddp", precision="bf16", micro_batch_size=1, gradient_accumulation_steps=8
+    )
+    chosen = with_choice(gpu_plan(), old)
+    assert (chosen.auto, chosen.strategy) == ((), StrategyType.DDP)
+    assert chosen.activation_checkpointing is ActivationCheckpointing.NONE
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"method": {"type": "full"}}, id="method"),
+        pytest.param({"training": {"maxSeqLength": 64, "globalBatchSize": 32}}, id="row length"),
+        pytest.param({"topology": {**GPUS, "nodes": 2}}, id="world"),
+        pytest.param({"strategy": {"activationCheckpointing": "full"}}, id="strategy"),
+    ],
+)
+def test_the_trainer_chooses_again_when_a_field_or_the_world_changes(changed):
+    stored = CHOICE.model_copy(update={"digest": gpu_plan().digest})
+    values = {"topology": GPUS, "training": {"globalBatchSize": 32}, **changed}
+    assert with_choice(make_plan(job(**values)), stored).auto
+    same = gpu_plan(training={"globalBatchSize": 32, "learningRate": 1e-5})
+    assert not with_choice(same, stored).auto
+
+
+def test_an_explicit_value_takes_precedence_over_an_earlier_choice():
+    asked = gpu_plan(training={"globalBatchSize": 32, "microBatchSize": 8})
+    chosen = with_choice(asked, CHOICE.model_copy(update={"digest": asked.digest}))
+    assert chosen.micro_batch_size == 8
+    assert chosen.strategy is StrategyType.FSDP

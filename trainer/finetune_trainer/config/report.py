@@ -2,7 +2,7 @@
 
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
@@ -103,11 +103,12 @@ class TrackerRun(ContractModel):
 class PlanReport(ContractModel):
     """Values that the trainer has chosen for settings with `auto`, beside the other settings."""
 
-    strategy: Annotated[str, Field(max_length=16)]
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
     replicas: Annotated[int, Field(ge=1, le=2**31)] = 1
-    activation_checkpointing: Annotated[str, Field(max_length=16)]
+    activation_checkpointing: Literal["none", "selective", "full"]
     micro_batch_size: Annotated[int, Field(ge=1, le=2**31)]
-    precision: Annotated[str, Field(max_length=16)]
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=2**31)]
+    precision: Literal["bf16", "fp16", "fp32", "fp64"]
     peak_bytes: Count | None = Field(
         None, description="Tensors of a step on each rank by the formula; null if not known."
     )

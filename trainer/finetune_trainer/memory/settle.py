@@ -120,6 +120,7 @@ def _report(choice: Choice, usable: int) -> PlanReport:
         replicas=strategy.replicas,
         activation_checkpointing=strategy.activation_checkpointing,
         micro_batch_size=training.micro_batch_size,
+        gradient_accumulation_steps=choice.config.gradient_accumulation_steps,
         precision=training.precision,
         peak_bytes=choice.peak_bytes,
         usable_bytes=usable,

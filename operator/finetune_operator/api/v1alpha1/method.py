@@ -130,8 +130,8 @@ class StrategySpec(ApiModel):
     """The parallel strategy."""
 
     type: StrategyType = StrategyType.AUTO
-    """auto lets the planner choose; ddp replicates, fsdp shards (FSDP2), zero1 to zero3 are
-    DeepSpeed's stages."""
+    """auto chooses ddp or fsdp by the memory of the GPUs; ddp replicates, fsdp shards (FSDP2),
+    zero1 to zero3 are DeepSpeed's stages."""
     offload: Offload = Offload.NONE
     """State to offload: optimizer state (optimizer), also parameters (cpu), or both to disk (nvme,
     zero3 only). zero1 and zero2 support optimizer, fsdp supports cpu, zero3 supports all."""
@@ -151,7 +151,7 @@ class StrategySpec(ApiModel):
     absent chooses."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.AUTO
     """Recompute activations to save memory: none, selective (retains activations that are slow to
-    compute), full, or auto."""
+    compute), full, or auto, which chooses by the memory of the GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of GPUs that share each layer."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1

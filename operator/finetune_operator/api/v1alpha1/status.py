@@ -78,16 +78,32 @@ class NodesStatus(ApiModel):
 
 
 class PlanStatus(ApiModel):
-    """Settings that the planner has chosen."""
+    """Settings that the planner or, on GPUs, the trainer has chosen."""
 
     strategy: Text = ""
-    """Strategy in use."""
+    """Strategy in use; auto until the trainer has chosen."""
     precision: Text = ""
-    """Precision in use."""
+    """Precision in use; auto until the trainer has chosen."""
     micro_batch_size: int = 0
-    """Sequences per forward pass and rank."""
+    """Sequences per forward pass and rank; 0 until the trainer has chosen."""
     gradient_accumulation_steps: int = 0
-    """Forward passes per optimizer step."""
+    """Forward passes per optimizer step; 0 until the trainer has chosen."""
+    activation_checkpointing: Text | None = None
+    """Recomputation in use; auto until the trainer has chosen."""
+    replicas: int | None = None
+    """Groups of ranks that each hold the whole model; absent means 1."""
+    peak_bytes: int | None = None
+    """Memory of a step's tensors on each GPU in bytes, computed by the trainer."""
+    usable_bytes: int | None = None
+    """Memory of the smallest GPU in bytes."""
+    lower_peak_bytes: int | None = None
+    """Peak of the choice after an OutOfMemory in bytes; absent if there is none."""
+    peak_at_most: int | None = None
+    """Largest peak of the next choice in bytes, after an OutOfMemory."""
+    lowered: int | None = None
+    """Number of choices that an OutOfMemory has replaced."""
+    digest: Text | None = None
+    """Digest of the fields and the number of ranks for which the trainer chooses."""
     reasons: Annotated[list[Text], Field(max_length=16)] = Field([])
     """Reasons for these settings."""
 

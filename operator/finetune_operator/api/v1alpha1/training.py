@@ -60,7 +60,8 @@ class TrainingSpec(ApiModel):
         Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"],
         Rule("type(self) == int || self == 'auto'", "must be a whole number or auto"),
     ] = "auto"
-    """Sequences per forward pass and rank, or auto."""
+    """Sequences per forward pass and rank; auto chooses by the memory of the GPUs, at most 16,384
+    tokens."""
     max_seq_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Maximum length of a sequence in tokens; also the length of a pack."""
     epochs: Annotated[float, Field(le=10_000), ABOVE_ZERO] | None = None
@@ -88,7 +89,7 @@ class TrainingSpec(ApiModel):
     """Maximum global norm of the gradients; 0 disables clipping."""
     precision: Precision = Precision.AUTO
     """bf16, fp16 (with loss scaling, for GPUs without bf16 such as V100 and T4) or fp32; auto is
-    bf16 on a GPU and with adamw8bit, and fp32 on a CPU."""
+    bf16 with adamw8bit and on GPUs that have it, fp16 on other GPUs, and fp32 on a CPU."""
     optimizer: Optimizer | None = None
     """adamw stores parameters and both moments in fp32, 12 bytes per parameter. adamw8bit stores
     parameters in bf16, with stochastic rounding, and moments in 8 bits, 4 bytes per parameter; only

@@ -1,0 +1,92 @@
+"""What the trainer chose for `auto` stays until an OutOfMemory of a GPU lowers it."""
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.reconcile.decide import Submit
+from finetune_trainer.config import FailureClass, Phase, PlanReport, Progress, Termination
+from support.reconcile.decisions import Life, running
+
+GPUS = {"gpusPerNode": 4, "processesPerNode": None}
+GIB = 2**30
+
+
+def plan_of(peak: int, lower: int | None) -> PlanReport:
+    return PlanReport(
+        strategy="ddp",
+        activation_checkpointing="none",
+        micro_batch_size=2,
+        gradient_accumulation_steps=4,
+        precision="bf16",
+        peak_bytes=peak * GIB,
+        usable_bytes=79 * GIB,
+        lower_peak_bytes=None if lower is None else lower * GIB,
+    )
+
+
+def out_of_memory(attempt: int, *, is_gpu: bool = True, plan: PlanReport | None = None) -> Any:
+    said = Progress(attempt=attempt, phase=Phase.TRAINING, step=2, plan=plan)
+    ended = Termination(
+        failure_class=FailureClass.OUT_OF_MEMORY,
+        exit_code=137,
+        message="out of memory: CUDA out of memory",
+        is_gpu_memory=is_gpu or None,
+        progress=said,
+    )
+    return Observation(AttemptPhase.FAILED, all_gone=True, termination=ended, progress=said)
+
+
+def gpu_life(**overrides: Any) -> Life:
+    life = Life(
+        topology=GPUS, training={"globalBatchSize": 32, "microBatchSize": None}, **overrides
+    )
+    life.see()
+    return life
+
+
+def test_the_choice_is_in_the_status_and_is_kept_by_the_next_attempt() -> None:
+    life = gpu_life()
+    assert (life.status.plan.strategy, life.status.plan.micro_batch_size) == ("auto", 0)
+    life.see(running(attempt=1, plan=plan_of(60, 50)))
+    chosen = life.status.plan
+    assert (chosen.strategy, chosen.precision, chosen.micro_batch_size) == ("ddp", "bf16", 2)
+    assert chosen.gradient_accumulation_steps == 4
+    assert "60.0 of 79.0 GiB" in chosen.reasons[0]
+    assert life.end(out_of_memory(1, is_gpu=False)) == (Submit(2),)
+    assert life.status.plan == chosen
+
+
+def test_an_out_of_memory_lowers_the_choice_twice_and_then_fails_the_job() -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    assert life.end(out_of_memory(1, plan=plan_of(60, 50))) == (Submit(2),)
+    plan = life.status.plan
+    assert (plan.strategy, plan.peak_at_most, plan.lowered) == ("auto", 50 * GIB, 1)
+    life.see(running(attempt=2, plan=plan_of(50, 40)))
+    assert (life.status.plan.peak_at_most, life.status.plan.lowered) == (None, 1)
+    assert life.end(out_of_memory(2, plan=plan_of(50, 40))) == (Submit(3),)
+    assert life.end(out_of_memory(3, plan=plan_of(40, 30))) == ()
+    assert life.condition("Failed") == ("True", "OutOfMemory")
+    assert "auto has no choice that needs less memory" in life.said("Failed")
+    assert life.status.restarts.counted == 2
+
+
+@pytest.mark.parametrize("plan", [None, plan_of(60, None)], ids=["all explicit", "nothing lower"])
+def test_without_a_lower_choice_the_job_fails_at_once(plan: PlanReport | None) -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    life.end(out_of_memory(1, plan=plan))
+    assert life.condition("Failed") == ("True", "OutOfMemory")
+
+
+def test_a_rule_of_the_user_restarts_what_cannot_be_lowered() -> None:
+    rule = {"onClass": "OutOfMemory", "action": "Restart"}
+    life = gpu_life(restartPolicy={"maxRestarts": 5, "rules": [rule]})
+    assert life.end(out_of_memory(1, plan=plan_of(60, None))) == (Submit(2),)
+    assert life.status.plan.strategy == "ddp"
+
+
+def test_memory_of_the_host_lowers_nothing() -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    assert life.end(out_of_memory(1, is_gpu=False, plan=plan_of(60, 50))) == (Submit(2),)
+    assert life.status.plan.lowered is None
