@@ -39,7 +39,7 @@ from finetune_trainer.garbage import gc_freeze, gc_paused
 from finetune_trainer.gpu import find_gpu
 from finetune_trainer.interconnect import check_transport
 from finetune_trainer.loop import Run, evaluate, train
-from finetune_trainer.memory.settle import read_base_if_needed, settle
+from finetune_trainer.memory.resolve import read_base_if_needed, resolve_by_memory
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.compiler import report_compilations
 from finetune_trainer.model.families import resolve_packing
@@ -107,13 +107,11 @@ def run(
     checkpoint = recorded(config.checkpoint, config.job)
     refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
     config, base = _resolve_config(config, world, telemetry, checkpoint, refusals)
-    fitted = partial(_settle, world=world, telemetry=telemetry, base=base, refusals=refusals)
-    if config.data.packing:  # the length of other rows is known only after tokenising
-        config = fitted(config, row_tokens=config.data.max_seq_len)
+    by_memory = partial(_by_memory, world=world, telemetry=telemetry, base=base, refusals=refusals)
+    config = by_memory(config, None)
     data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)
     dataset, held_out, tokenizer = data.train, data.held_out, data.tokenizer
-    if not config.data.packing:
-        config = fitted(config, row_tokens=int(dataset.lengths.max()))
+    config = by_memory(config, dataset)
     strategy = create(config, world)
     plan = DataPlan.of(dataset, config)
     _report_data(config, world, telemetry, plan, dataset, held_out)
@@ -138,9 +136,7 @@ def run(
     if resolved is not config:
         config, plan = resolved, DataPlan.of(dataset, resolved)
         _report_data(config, world, telemetry, plan, dataset, held_out)
-    pads = _has_fixed_length(config, world)
-    # No rounding for unpacked rows: the model may have no positions beyond its longest row.
-    round_to = ROUND_TO_ON_GPU if pads else 1
+    pad_to, round_to = _padding(config, world)
     patience = Patience(config.training.early_stopping)
     is_stopping = partial(_is_stopping, telemetry, agreement, stop)
     fingerprint = _fingerprint(requested, config, world, dataset, plan, unreached)
@@ -160,16 +156,22 @@ def run(
         if held_out is None
         else partial(held_out_loss, strategy, held_out, world, is_stopping, round_to=round_to),
         notes=partial(notes_of, telemetry, patience),
-        pad_to=config.data.max_seq_len if pads else None,
+        pad_to=pad_to,
         pad_id=pad_id,
         flops_of_rows=of_rows,
     )
     return _train_and_export(run, tokenizer)
 
 
-def _has_fixed_length(config: TrainConfig, world: World) -> bool:
-    """Return whether all micro-batches have the same length; a CPU saves the padding."""
-    return config.data.packing and (config.training.compile or world.device.type == "cuda")
+def _padding(config: TrainConfig, world: World) -> tuple[int | None, int]:
+    """Return the length of all micro-batches, if it is fixed, and the divisor of lengths.
+
+    Compiled kernels and GPUs need a fixed length; a CPU saves the padding. Lengths of unpacked rows
+    are not rounded, because the model may have no positions beyond its longest row.
+    """
+    if config.data.packing and (config.training.compile or world.device.type == "cuda"):
+        return config.data.max_seq_len, ROUND_TO_ON_GPU
+    return None, 1
 
 
 def _is_stopping(telemetry: Telemetry, agreement: Agreement, stop: StopSignal) -> bool:
@@ -202,21 +204,30 @@ def _resolve_config(
         return config, read_base_if_needed(config, world)
 
 
-def _settle(
+def _by_memory(
     config: TrainConfig,
+    rows: TokenDataset | None,
     *,
     world: World,
     telemetry: Telemetry,
     base: BaseShape | None,
     refusals: Refusals,
-    row_tokens: int,
 ) -> TrainConfig:
-    """Choose by memory what is open, and report the choices of `auto`."""
+    """Choose by memory the open settings, and report the choices of `auto`.
+
+    The length of packed rows is known before tokenising, when `rows` is None; that of other rows
+    only afterwards. At the other time the configuration is returned unchanged.
+    """
+    if config.data.packing != (rows is None):
+        return config
+    row_tokens = config.data.max_seq_len if rows is None else int(rows.lengths.max())
     warn = _warn_from_rank0(telemetry, world)
-    settled = settle(config, world, base, row_tokens=row_tokens, refusals=refusals, warn=warn)
-    if settled.report is not None:
-        telemetry.chose(settled.config, settled.report)
-    return settled.config
+    resolved = resolve_by_memory(
+        config, world, base, row_tokens=row_tokens, refusals=refusals, warn=warn
+    )
+    if resolved.report is not None:
+        telemetry.chose(resolved.config, resolved.report)
+    return resolved.config
 
 
 def _train_and_export(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Termination:

@@ -80,7 +80,8 @@ class Plan:
     def digest(self) -> str:
         """Digest of the fields and of the world that the trainer's choice depends on.
 
-        Fields with their default are left out, so that a field of a later version changes nothing.
+        Fields with their default are left out, so that a new field of a later version does not
+        change the digest.
         """
         spec = self.job.spec
         parts = [
@@ -152,7 +153,7 @@ def make_plan(job: FineTuneJob) -> Plan:
 def with_choice(plan: Plan, stored: PlanStatus | None) -> Plan:
     """Return the plan with the values that the trainer of an earlier attempt has chosen.
 
-    Unchanged if there is no choice yet, or if it was made for other fields or another world. After
+    Unchanged if there is no choice yet, or if it is for other fields or another world. After
     an OutOfMemory the plan only has the limit for the next choice. A plan of 0.1.0 has no digest.
 
     Args:

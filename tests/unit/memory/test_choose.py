@@ -1,4 +1,4 @@
-"""What `auto` chooses, by memory, links and generation of the GPUs."""
+"""Choices of `auto`, by memory, links and generation of the GPUs."""
 
 import random
 from pathlib import Path
@@ -140,7 +140,7 @@ def test_after_an_out_of_memory_each_choice_needs_a_tenth_less(tmp_path: Path) -
     assert len(peaks) > 2
 
 
-def test_less_free_memory_changes_the_choice_only_where_it_would_not_fit(tmp_path: Path) -> None:
+def test_less_free_memory_changes_a_choice_that_would_not_fit(tmp_path: Path) -> None:
     usual = chosen(tmp_path, "Llama 8B", "lora", 4, Hardware(A100))
     same = chosen(tmp_path, "Llama 8B", "lora", 4, Hardware(A100, free=A100.usable - 2 * GIB))
     less = chosen(tmp_path, "Llama 8B", "lora", 4, Hardware(A100, free=30 * GIB))

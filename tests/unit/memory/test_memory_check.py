@@ -14,7 +14,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.read_base import read_base_of
-from finetune_trainer.memory.settle import read_base_if_needed, settle
+from finetune_trainer.memory.resolve import read_base_if_needed, resolve_by_memory
 from finetune_trainer.refusals import STRICT, Refusals
 from finetune_trainer.sizing.fit import changes
 from finetune_trainer.sizing.method import with_method
@@ -109,13 +109,13 @@ def test_a_gpu_is_asked_and_the_check_can_be_turned_off(
     config, gpu = config_of(tmp_path), World(0, 0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    settled = partial(settle, base=None, row_tokens=ROW, refusals=STRICT, warn=print)
+    resolved = partial(resolve_by_memory, base=None, row_tokens=ROW, refusals=STRICT, warn=print)
     with pytest.raises(ConfigError, match=r"10\.0 GiB are free"):
-        settled(config, gpu)
+        resolved(config, gpu)
     off = config.training.model_copy(update={"check_memory": False})
     unchecked = config.model_copy(update={"training": off})
-    assert settled(unchecked, gpu).config == unchecked
-    assert settled(config, World(0, 0, 1, torch.device("cpu"))).config == config
+    assert resolved(unchecked, gpu).config == unchecked
+    assert resolved(config, World(0, 0, 1, torch.device("cpu"))).config == config
 
 
 def test_a_tight_configuration_starts_on_a_gpu_with_one_warning(
@@ -126,9 +126,11 @@ def test_a_tight_configuration_starts_on_a_gpu_with_one_warning(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     config = config_of(tmp_path, data={"max_seq_len": ROW})
     refusals, base = Refusals(is_new=True, warn=warnings.append), read_base_if_needed(config, gpu)
-    settled = settle(config, gpu, base, row_tokens=ROW, refusals=refusals, warn=warnings.append)
-    assert settled.config.strategy == config.strategy
-    assert settled.report is None
+    resolved = resolve_by_memory(
+        config, gpu, base, row_tokens=ROW, refusals=refusals, warn=warnings.append
+    )
+    assert resolved.config.strategy == config.strategy
+    assert resolved.report is None
     assert ["may not be enough" in one for one in warnings] == [True]
 
 

@@ -124,7 +124,7 @@ def test_later_attempts_get_the_choice_as_explicit_values():
     assert "chosen by the trainer" in chosen.reasons[0]
 
 
-def test_a_plan_of_0_1_0_is_kept():
+def test_a_plan_of_0_1_0_stays():
     old = PlanStatus(
         strategy="ddp", precision="bf16", micro_batch_size=1, gradient_accumulation_steps=8
     )

@@ -1,4 +1,4 @@
-"""What the trainer chose for `auto` stays until an OutOfMemory of a GPU lowers it."""
+"""The choice of the trainer for `auto` stays until a GPU is out of memory."""
 
 from typing import Any
 
@@ -27,15 +27,15 @@ def plan_of(peak: int, lower: int | None) -> PlanReport:
 
 
 def out_of_memory(attempt: int, *, is_gpu: bool = True, plan: PlanReport | None = None) -> Any:
-    said = Progress(attempt=attempt, phase=Phase.TRAINING, step=2, plan=plan)
+    progress = Progress(attempt=attempt, phase=Phase.TRAINING, step=2, plan=plan)
     ended = Termination(
         failure_class=FailureClass.OUT_OF_MEMORY,
         exit_code=137,
         message="out of memory: CUDA out of memory",
         is_gpu_memory=is_gpu or None,
-        progress=said,
+        progress=progress,
     )
-    return Observation(AttemptPhase.FAILED, all_gone=True, termination=ended, progress=said)
+    return Observation(AttemptPhase.FAILED, all_gone=True, termination=ended, progress=progress)
 
 
 def gpu_life(**overrides: Any) -> Life:
@@ -46,7 +46,7 @@ def gpu_life(**overrides: Any) -> Life:
     return life
 
 
-def test_the_choice_is_in_the_status_and_is_kept_by_the_next_attempt() -> None:
+def test_the_choice_is_in_the_status_and_the_next_attempt_repeats_it() -> None:
     life = gpu_life()
     assert (life.status.plan.strategy, life.status.plan.micro_batch_size) == ("auto", 0)
     life.see(running(attempt=1, plan=plan_of(60, 50)))
@@ -72,7 +72,7 @@ def test_an_out_of_memory_lowers_the_choice_twice_and_then_fails_the_job() -> No
     assert life.status.restarts.counted == 2
 
 
-@pytest.mark.parametrize("plan", [None, plan_of(60, None)], ids=["all explicit", "nothing lower"])
+@pytest.mark.parametrize("plan", [None, plan_of(60, None)], ids=["all explicit", "lowest peak"])
 def test_without_a_lower_choice_the_job_fails_at_once(plan: PlanReport | None) -> None:
     life = gpu_life(restartPolicy={"maxRestarts": 5})
     life.end(out_of_memory(1, plan=plan))
@@ -86,7 +86,7 @@ def test_a_rule_of_the_user_restarts_what_cannot_be_lowered() -> None:
     assert life.status.plan.strategy == "ddp"
 
 
-def test_memory_of_the_host_lowers_nothing() -> None:
+def test_memory_of_the_host_changes_no_choice() -> None:
     life = gpu_life(restartPolicy={"maxRestarts": 5})
     assert life.end(out_of_memory(1, is_gpu=False, plan=plan_of(60, 50))) == (Submit(2),)
     assert life.status.plan.lowered is None

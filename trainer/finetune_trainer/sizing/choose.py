@@ -21,7 +21,7 @@ _RECOMPUTATIONS = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the choice depends on, the same on every rank.
+    """Hardware of every rank.
 
     Attributes:
         gpu: Memory and compute capability of the rank that has the least.
@@ -63,8 +63,8 @@ def choose(
 ) -> Choice:
     """Choose the settings in `config.auto`, which is not None.
 
-    The first candidate of the documented order that fits is chosen. If none does, it is the one
-    that needs the least memory among those that may fit, or else among all.
+    The first candidate of the documented order that fits is chosen; otherwise the lowest peak among
+    the candidates that may fit, or among all candidates.
 
     Args:
         config: Configuration with `auto`.

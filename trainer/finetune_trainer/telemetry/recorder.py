@@ -173,7 +173,7 @@ class Telemetry:
         self._show(lambda: self._shared.publish_info(info_labels(self._config, self._rank, gpu)))
 
     def chose(self, config: TrainConfig, report: PlanReport) -> None:
-        """Record the configuration whose settings are all chosen, and what `auto` chose."""
+        """Record the configuration after the choices of `auto`, and report them."""
         self._config = config
         self.collectives.chose(config.strategy)
         labels = info_labels(config, self._rank)

@@ -1,6 +1,6 @@
-"""Settle by memory what a run leaves open: `auto`, whether it fits, what FSDP leaves unsharded.
+"""Choose by memory the settings that a run leaves open, and check that the run fits.
 
-`rank` calls it before the model is loaded, on every rank, with the same result.
+`rank` calls it on every rank before the model is loaded; the result is the same on all ranks.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """A configuration whose settings are all chosen.
 
     Attributes:
@@ -40,7 +40,7 @@ class Settled:
     report: PlanReport | None
 
 
-def settle(
+def resolve_by_memory(
     config: TrainConfig,
     world: World,
     base: BaseShape | None,
@@ -48,7 +48,7 @@ def settle(
     row_tokens: int,
     refusals: Refusals,
     warn: Callable[[str], None],
-) -> Settled:
+) -> Resolved:
     """Choose the settings in `config.auto`, and refuse what does not fit; a collective.
 
     Args:
@@ -95,12 +95,12 @@ def settle(
             capability=card,
             refusals=refusals,
         )
-    settled = choose_unsharded(config, smallest_free, base=base, capability=capability)
-    return Settled(settled, report)
+    resolved = choose_unsharded(config, smallest_free, base=base, capability=capability)
+    return Resolved(resolved, report)
 
 
 def read_base_if_needed(config: TrainConfig, world: World) -> BaseShape | None:
-    """Return the shape of the model if `settle` needs it, else None."""
+    """Return the shape of the model if `resolve_by_memory` needs it, else None."""
     checks = world.device.type == "cuda" and config.training.check_memory
     return read_base_of(config) if checks or config.auto is not None else None
 
