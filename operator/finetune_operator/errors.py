@@ -4,6 +4,7 @@
     ├── ManifestError            a manifest cannot be read or is refused; has the problems
     ├── UnknownBackendError      no backend of that name is installed
     ├── BrokenBackendError       a backend's plugin cannot be imported or breaks its contract
+    ├── CatalogueError           a GPU size or a file of prices cannot be used
     ├── StateError               the embedded API's file is invalid (embedded/store.py)
     ├── KubeError                a cluster refuses, or cannot be reached (kube/api_errors.py)
     └── BackendError             a backend could not do its work
@@ -44,6 +45,10 @@ class UnknownBackendError(FineTuneError):
 
 class BrokenBackendError(FineTuneError):
     """A backend's plugin cannot be imported or does not implement the contract."""
+
+
+class CatalogueError(FineTuneError):
+    """A GPU size is unknown or retired, or a file of prices is invalid."""
 
 
 class BackendError(FineTuneError):
