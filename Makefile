@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families planner-accuracy stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -221,6 +221,9 @@ bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML
 # Adds up times inside the ranks, so that other work on the machine matters little.
 bench-metrics: install quickstart-assets  ## Measure what metrics cost the training (8 min)
 	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/metrics_cost.py $(BENCH_ARGS)
+
+planner-accuracy: install  ## Compare forecasts of memory and speed with published runs (FILE=points.csv; 1 min)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/benchmarks/planner_accuracy.py $(or $(FILE),$(error name the runs: FILE=points.csv))
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
