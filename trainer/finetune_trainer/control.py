@@ -349,7 +349,7 @@ def _is_of_a_peer(text: str) -> bool:
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Whether the memory of a GPU is exhausted, rather than that of its machine."""
+    """Whether the memory of a GPU is exhausted, not the memory of its machine."""
     torch = sys.modules.get("torch")
     is_of_torch = torch is not None and isinstance(error, torch.OutOfMemoryError)
     text = str(error).lower()

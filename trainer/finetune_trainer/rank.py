@@ -215,8 +215,8 @@ def _by_memory(
 ) -> TrainConfig:
     """Choose by memory the open settings, and report the choices of `auto`.
 
-    The length of packed rows is known before tokenising, when `rows` is None; that of other rows
-    only afterwards. At the other time the configuration is returned unchanged.
+    The length of packed rows is known before tokenising, when `rows` is None; the length of other
+    rows only afterwards. At the other time the configuration is returned unchanged.
     """
     if config.data.packing != (rows is None):
         return config
