@@ -56,7 +56,9 @@ def test_the_trace_is_what_the_allocator_counts_in_a_real_step(
 TOKENS = 1024
 
 
-def error_of(folder: Path, name: str, method: str, recompute: str, *, ranks: int = 1) -> float:
+def error_of(
+    folder: Path, name: str, method: str, recompute: str, *, ranks: int = 1, dropout: float = 0.0
+) -> float:
     """Return the relative error of the formula's peak against the trace."""
     is_full = method == "full"
     traced = trace_step(
@@ -64,7 +66,7 @@ def error_of(folder: Path, name: str, method: str, recompute: str, *, ranks: int
         family_settings(name),
         tokens=TOKENS,
         world={"nproc_per_node": ranks},
-        method={"type": method, **({} if is_full else {"lora": {"r": 16}})},
+        method={"type": method, **({} if is_full else {"lora": {"r": 16, "dropout": dropout}})},
         output={"format": "merged" if is_full else "adapter"},
         strategy={
             **(FSDP if ranks > 1 else {"type": "ddp"}),
@@ -94,6 +96,10 @@ def test_the_formula_is_the_trace_of_a_family(
     name: str, method: str, recompute: str, tmp_path: Path
 ) -> None:
     assert -0.04 <= error_of(tmp_path, name, method, recompute) <= 0.12
+
+
+def test_the_formula_counts_the_dropout_of_adapters(tmp_path: Path) -> None:
+    assert error_of(tmp_path, "llama", "lora", "none", dropout=0.1) == pytest.approx(0, abs=0.03)
 
 
 @pytest.mark.full

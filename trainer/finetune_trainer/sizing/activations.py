@@ -39,6 +39,8 @@ class Activations:
         self.is_autocast = not self.is_sharded and self.item_size < min(4, shape.head_itemsize)
         self.residual = self.item_size if self.is_sharded else shape.head_itemsize
         self.recompute = config.strategy.activation_checkpointing
+        lora = config.method.lora
+        self.drops_inputs = lora is not None and lora.dropout > 0
 
     def saved_by_layers(self) -> int:
         """Return the bytes that all layers save for backward."""
@@ -173,7 +175,9 @@ class Activations:
 
     def _inputs_of(self, products: tuple[Product, ...]) -> int:
         """Return the bytes of inputs that products retain: under autocast a copy each, else one."""
-        saved = [p.inputs for p in products if p.keeps_input]
+        saved = [
+            p.inputs for p in products if p.is_trained or (p.rank and not self.drops_inputs)
+        ]
         if not saved:
             return 0
         if self.is_autocast and self.residual > self.item_size:
@@ -181,7 +185,11 @@ class Activations:
         return saved[0] * self.residual
 
     def _adapter(self, product: Product) -> int:
-        return product.rank * self.item_size
+        """Return an adapter's bytes per token: inner features, dropped input, and mask."""
+        if not product.rank:
+            return 0
+        dropped = product.inputs * (self.item_size + 1) if self.drops_inputs else 0
+        return product.rank * self.item_size + dropped
 
     def in_backward(self, layer: Layer) -> int:
         """Return the additional bytes of a layer's backward: recomputed values and gradients."""
