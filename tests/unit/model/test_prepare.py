@@ -45,6 +45,7 @@ def test_compiled_layers_give_the_same_gradients_and_packs_share_one_graph():
 def test_decoder_layers_are_found_in_any_family_and_under_adapters(name):
     model = family(name)
     assert len(decoder_layers(model)) == 2
+    assert set(decoder_layers(model)) < set(model.get_decoder().modules())  # no vision tower
     targets = ["c_attn"] if name == "gpt2" else ["q_proj"]
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=name == "gpt2")
     assert len(decoder_layers(get_peft_model(model, lora).get_base_model())) == 2
