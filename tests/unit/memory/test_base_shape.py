@@ -1,6 +1,5 @@
 """The shape of a model with a method equals the model that the trainer builds."""
 
-from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ import torch
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.read_base import read_base
-from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.load import without_weights
-from finetune_trainer.refusals import SILENT
 from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.method import with_method
-from finetune_trainer.sizing.model_shape import ModelShape
 from support.launch.launches import train_config
-from support.memory.memory_trace import meta_model
+from support.memory.parameters import of_model, of_shape
 from support.model.every_family import NAMES, REFUSED, tiny_settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -40,27 +36,10 @@ METHODS: dict[str, dict[str, Any]] = {
 SHARES_ADAPTED_LAYERS = "zamba"
 """Family that uses an adapted layer at several depths, which the formula counts several times."""
 
-Parameters = Counter[tuple[int, int, int, bool]]
-
 
 def config_of(folder: Path, method: str) -> TrainConfig:
     values = {"training": {"precision": "bf16"}, **METHODS[method]}
     return train_config(folder, **values)
-
-
-def of_shape(shape: ModelShape) -> Parameters:
-    """Count the parameters by elements, bytes per element, rows and whether they are trained."""
-    weights = [weight for kind in shape.order for weight in shape.kinds[kind].weights]
-    return Counter((w.count, w.itemsize, w.rows, w.is_trained) for w in (*weights, *shape.others))
-
-
-def of_model(settings: Any, config: TrainConfig) -> Parameters:
-    """Count the parameters of the model that the trainer builds."""
-    model = choose_trained(meta_model(settings, config), config, SILENT)
-    return Counter(
-        (p.numel(), p.element_size(), p.shape[0] if p.ndim else 1, p.requires_grad)
-        for p in model.parameters()
-    )
 
 
 def read(settings: Any) -> BaseShape:
