@@ -20,7 +20,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families planner-accuracy stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
+.PHONY: help install run run-azureml test test-all e2e kind kind-tool chaos chaos-ci grids kill-series failover-series apparent-losses interleavings remote-lives azureml-lives fuzz parity-families planner-accuracy stragglers check release-check release-login release-images release format generate crd wheel-check locks images test-images dashboards models pictures recording statuses quickstart-assets clean bench-trainer gpu-check bench-gpu bench-operator bench-tenants bench-azureml bench-metrics
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -84,8 +84,8 @@ chaos: install quickstart-assets  ## Cause each fault three times, and write doc
 chaos-ci: install  ## Cause the starred faults once (3 min)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/chaos/chaos_run.py --starred --rounds 1
 
-grids: install  ## Compile model families in each way, and compare the memory formula with traces (20 min)
-	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py tests/unit/memory/test_memory_compiled.py
+grids: install  ## Compile model families in each way, and compare memory formula and known models with the trainer (40 min)
+	FINETUNE_TEST_GRIDS=1 $(PYTEST) tests/unit/model/test_compiled_packs.py tests/unit/memory/test_memory_peak.py tests/unit/memory/test_memory_compiled.py tests/unit/memory/test_shipped_models.py
 
 kill-series: install  ## Kill ranks at random and compare what is resumed (N=50, SEED=7)
 	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/support/launch/kill_series.py $(N) "$(SEED)"
@@ -170,6 +170,9 @@ crd: install  ## Generate crds/, the chart's files, install.yaml (by helm) and d
 
 dashboards: install  ## Generate the chart's rules, alerts and dashboards from charts/monitoring
 	$(BIN)/python charts/monitoring/generate.py
+
+models: install  ## Generate planner/models.json from operator/models (5 min)
+	$(OFFLINE) $(BIN)/python operator/models/generate_models.py
 
 # It needs prometheus and helm on the PATH.
 pictures: install  ## Draw the pictures of docs/how-to/monitoring.md from answers of a Prometheus (3 min)
