@@ -3,19 +3,24 @@
 The differences from the trainer come from the programs' scripts; none enters the product.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
 from finetune_operator.planner.catalogue import GpuSize, size_of
+from finetune_operator.planner.models import base_shape_of
 from finetune_trainer.memory.read_base import read_base
 from finetune_trainer.model.load import without_weights
 from finetune_trainer.sizing.base_shape import BaseShape
+
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,20 @@ def stack_of(source: str, program: str) -> Stack | None:
     return next(known, Stack() if program.startswith("HF") else None)
 
 
-def _widths(kind: str, vocabulary: int, *widths: int, **more: Any) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, key_values = widths
+def _qwen(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> Settings:
     return {
-        "model_type": kind,
+        "model_type": "qwen2",
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key_values,
+        "num_key_value_heads": heads,
         "tie_word_embeddings": False,
-        **more,
     }
 
 
-def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _mpt(hidden: int, layers: int, heads: int) -> Settings:
     return {
         "model_type": "mpt",
         "vocab_size": 50368,
@@ -82,28 +85,13 @@ def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-# From config.json of the models' repositories. The first Qwen's own code computes what qwen2 does.
-# MPT: scripts/train/yamls/pretrain of mosaicml/llm-foundry.
+# Models that are not shipped, from config.json of their repositories. The first Qwen's own code
+# computes what qwen2 does. MPT: scripts/train/yamls/pretrain of mosaicml/llm-foundry.
 _WIDTHS = {
-    "Qwen-1.8B": _widths("qwen2", 151936, 2048, 5504, 24, 16, 16),
-    "Qwen-7B": _widths("qwen2", 151936, 4096, 11008, 32, 32, 32),
-    "Qwen-14B": _widths("qwen2", 152064, 5120, 13696, 40, 40, 40),
-    "Qwen-72B": _widths("qwen2", 152064, 8192, 24576, 80, 64, 64),
-    "Qwen2.5-7B": _widths("qwen2", 152064, 3584, 18944, 28, 28, 4),
-    "LLaMA-7B": _widths("llama", 32000, 4096, 11008, 32, 32, 32),
-    "Llama-2-7B": _widths("llama", 32000, 4096, 11008, 32, 32, 32),
-    "Llama-2-13B": _widths("llama", 32000, 5120, 13824, 40, 40, 40),
-    "Llama-2-70B": _widths("llama", 32000, 8192, 28672, 80, 64, 8),
-    "Llama-3-8B": _widths("llama", 128256, 4096, 14336, 32, 32, 8),
-    "Llama-3.1-8B": _widths("llama", 128256, 4096, 14336, 32, 32, 8),
-    "Llama-3-70B": _widths("llama", 128256, 8192, 28672, 80, 64, 8),
-    "Llama-3.1-70B": _widths("llama", 128256, 8192, 28672, 80, 64, 8),
-    "Llama-3.1-405B": _widths("llama", 128256, 16384, 53248, 126, 128, 8),
-    "Llama-3.2-3B": _widths(
-        "llama", 128256, 3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True
-    ),
-    "Mistral-7B": _widths("mistral", 32000, 4096, 14336, 32, 32, 8),
-    "Phi-4-14B": _widths("phi3", 100352, 5120, 17920, 40, 40, 10, pad_token_id=None),
+    "Qwen-1.8B": _qwen(151936, 2048, 5504, 24, 16),
+    "Qwen-7B": _qwen(151936, 4096, 11008, 32, 32),
+    "Qwen-14B": _qwen(152064, 5120, 13696, 40, 40),
+    "Qwen-72B": _qwen(152064, 8192, 24576, 80, 64),
     "MPT-1b": _mpt(2048, 24, 16),
     "MPT-3b": _mpt(2560, 32, 32),
     "MPT-7b": _mpt(4096, 32, 32),
@@ -115,12 +103,24 @@ _WIDTHS = {
 
 @cache
 def base_of(model: str) -> BaseShape | None:
-    """Return the shape of a model by its name without organisation; None if it is not listed."""
-    widths = dict(_WIDTHS.get(model.removesuffix("-Instruct"), {}))
+    """Return the shape of a model by a name of tables, such as Llama-2-7B; None if unknown."""
+    widths = dict(_WIDTHS.get(model, {}))
     if not widths:
-        return None
+        return base_shape_of(_shipped().get(_short(model), model))
     settings = CONFIG_MAPPING[widths.pop("model_type")](**widths)
     return read_base(without_weights(settings, torch.bfloat16).train())
+
+
+@cache
+def _shipped() -> dict[str, str]:
+    """Return the names of shipped models on the hub by their short names."""
+    models = json.loads(files("finetune_operator.planner").joinpath("models.json").read_bytes())
+    return {_short(name): name for model in models for name in model["names"]}
+
+
+def _short(name: str) -> str:
+    own = name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    return re.sub(r"(-hf|-instruct|-v0\.\d)+$", "", own)
 
 
 def _card(size: str, usable: float, tflops: float, nvlink: float = 0.0) -> GpuSize:
