@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from support.strategies.parity import (
-    SEEDS,
     Case,
     Outcome,
     expected,
     reference,
-    train_at_seeds,
     train_cases,
     within_fp32,
     worst_differences,
@@ -63,25 +61,18 @@ HYBRIDS = [
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module", params=SEEDS)
-def seeded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[tuple[Case, Outcome]]]:
-    folder = tmp_path_factory.mktemp("seeded")
-    return train_at_seeds(folder, FAMILIES, request.param, timeout=700)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return train_cases(
-        tmp_path_factory.mktemp("others"), [*KEPT, *RECOMPUTING, *IN_FP64, *POISONED], timeout=700
+        tmp_path_factory.mktemp("others"),
+        [*FAMILIES, *KEPT, *RECOMPUTING, *IN_FP64, *POISONED],
+        timeout=700,
     )
 
 
-@pytest.mark.parametrize("family", [pytest.param(case, id=case.name) for case in FAMILIES])
-def test_every_seed_gives_the_numbers_of_one_process(family, seeded):
-    for case, found in seeded[family.name]:
-        within_fp32(found, expected(case.method, case.seed))
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FAMILIES])
+def test_each_strategy_gives_the_numbers_of_one_process(case, outcomes):
+    within_fp32(outcomes[case.name], expected(case.method))
 
 
 @pytest.mark.full

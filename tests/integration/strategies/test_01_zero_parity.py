@@ -1,14 +1,15 @@
 """Twenty steps under ZeRO against a plain loop in one process: the same mathematics."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from support.strategies.parity import (
-    SEEDS,
     Case,
     Outcome,
     expected,
     reference,
-    train_at_seeds,
     train_cases,
     within_fp32,
     worst_differences,
@@ -20,10 +21,10 @@ STAGES = [
     for stage in (1, 2, 3)
     for method in METHODS
 ]
-OFFLOADS = (("zero2", "optimizer"), ("zero3", "cpu"))
-METHODS_OFFLOADED = [
-    pytest.param(("lora", "full"), id="pairs"),
-    pytest.param(("full", "lora"), id="other pairs", marks=pytest.mark.full),
+OFFLOADED = [
+    Case(f"{kind}-{offload}-{method}", {"type": kind, "offload": offload}, method=method)
+    for kind, offload in (("zero2", "optimizer"), ("zero3", "cpu"))
+    for method in METHODS
 ]
 POISONED = [
     Case("zero1-poisoned", {"type": "zero1"}, poison=(7, 1)),
@@ -33,7 +34,6 @@ POISONED = [
 NARROW = [
     Case(f"zero{stage}-bf16", {"type": f"zero{stage}"}, precision="bf16") for stage in (1, 2, 3)
 ]
-SELECTIVE = {"activation_checkpointing": "selective"}
 RECOMPUTING = [
     Case(
         f"{kind}-{method}-selective",
@@ -47,42 +47,24 @@ RECOMPUTING = [
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module", params=SEEDS)
-def seeded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[tuple[Case, Outcome]]]:
-    folder = tmp_path_factory.mktemp("seeded")
-    return train_at_seeds(folder, STAGES, request.param, timeout=700, deepspeed=True)
-
-
-@pytest.fixture(scope="module", params=METHODS_OFFLOADED)
-def offloaded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, Outcome]]:
-    """What came of each kind of offloading, and the method that it was tried with."""
-    cases = [
-        Case(kind, {"type": kind, "offload": offload}, method=method)
-        for (kind, offload), method in zip(OFFLOADS, request.param, strict=True)
-    ]
-    folder = tmp_path_factory.mktemp("offloaded")
-    found = train_cases(folder, cases, timeout=700, deepspeed=True)
-    return {case.name: (case.method, found[case.name]) for case in cases}
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return train(tmp_path_factory.mktemp("stages"), STAGES)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return train_cases(
-        tmp_path_factory.mktemp("others"),
-        [*POISONED, *NARROW, *RECOMPUTING],
-        timeout=700,
-        deepspeed=True,
-    )
+    cases = [*OFFLOADED, *POISONED, *NARROW, *RECOMPUTING]
+    return train(tmp_path_factory.mktemp("others"), cases)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(case, id=case.name) for case in STAGES])
-def test_every_seed_gives_the_numbers_of_one_process(stage, seeded):
-    for case, found in seeded[stage.name]:
-        within_fp32(found, expected(case.method, case.seed))
+def train(folder: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
+    return train_cases(folder, cases, timeout=700, deepspeed=True)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in STAGES])
+def test_each_stage_gives_the_numbers_of_one_process(case, stages):
+    within_fp32(stages[case.name], expected(case.method))
 
 
 @pytest.mark.full
@@ -92,10 +74,9 @@ def test_selective_recomputation_changes_no_number(case, outcomes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [kind for kind, _ in OFFLOADS])
-def test_what_leaves_the_device_changes_no_number(kind, offloaded):
-    method, found = offloaded[kind]
-    within_fp32(found, expected(method))
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OFFLOADED])
+def test_what_leaves_the_device_changes_no_number(case, outcomes):
+    within_fp32(outcomes[case.name], expected(case.method))
 
 
 @pytest.mark.full
