@@ -1,4 +1,4 @@
-"""The tutorial, command by command as the page shows it, with the real small model."""
+"""The tutorial, command by command as the page shows it: first on a tiny model, then on its own."""
 
 import os
 import shutil
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from support.data.text_fixtures import tiny_model
 from support.docs.shown_blocks import Shown, shown_in
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "tutorial.md"
 ASSETS = ROOT / "examples" / ".quickstart"
+MODEL = "examples/.quickstart/model"
 SERVE = "ftctl dev examples"
 ELSEWHERE = "make run"
 """Two minutes that `test_quickstart.py` spends already."""
@@ -94,8 +96,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
         folder / "examples",
         ignore=shutil.ignore_patterns("runs", ".quickstart", "__pycache__", "short.yaml"),
     )
-    (folder / "examples" / ".quickstart").mkdir()
-    (folder / "examples" / ".quickstart" / "model").symlink_to(ASSETS / "model")
+    tiny_model(folder / MODEL)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").mkdir()
@@ -139,6 +140,8 @@ def test_a_job_of_ones_own_runs_by_make(terminal: Terminal) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not in PATH")
 def test_the_job_is_watched_suspended_and_mended_by_kubectl(terminal: Terminal) -> None:
+    shutil.rmtree(terminal.folder / MODEL)
+    (terminal.folder / MODEL).symlink_to(ASSETS / "model")  # long enough to be suspended
     with served(terminal, COMMANDS[SERVED]):
         for shown in COMMANDS[SERVED + 1 :]:
             terminal.run(shown)
