@@ -41,8 +41,3 @@ def test_no_interleaving_on_a_local_disk_does_either() -> None:
         pytest.fail(
             f"tests/support/checkpoint/writers.py --local SEED 1 repeats one of these\n{said}"
         )
-
-
-def test_the_writers_need_no_torch() -> None:
-    command = "import sys; from support.checkpoint import writers; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", command], env=clean_environment(), check=True)

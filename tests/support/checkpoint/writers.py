@@ -9,6 +9,7 @@ that layer, which `writers_judge` reads.
 import argparse
 import gc
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -496,7 +497,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 layer = lagging_layer(place, lag_seconds=LAG_SECONDS, seed=given.first + number)
                 mounted = stack.enter_context(layer)
                 places.append((mounted.root, mounted.backing, LAG_SECONDS))
-        gc.freeze()  # what is forked shares it
+        # Each writer that saves needs torch, and hundreds of forked processes share one import.
+        importlib.import_module("torch")
+        gc.freeze()
         workers = [
             _work(seeds[number :: given.at_once], places[number % len(places)], beside)
             for number in range(given.at_once)
