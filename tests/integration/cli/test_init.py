@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from support.data.row_shapes import DETECTED
 from support.data.text_fixtures import tiny_model
 
-# The chat template of the model here shows no tools, so init refuses such rows.
-# Five more shapes are run in `test_first_day.py`, and one in `test_hub.py`.
-RUN = [one for one in DETECTED if "tools" not in str(one.id)][1::9]
 HEAVY = {"torch", "transformers", "numpy", "datasets", "pyarrow"}
 
 
@@ -96,20 +92,6 @@ def test_a_question_writes_no_file(project: Path) -> None:
         "To train on the chosen responses alone: --columns prompt=prompt,completion=chosen\n"
     )
     assert not (project / "pairs.yaml").exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("rows", "shape", "columns", "unread"), RUN)
-def test_a_manifest_of_a_shape_is_run(
-    project: Path, rows: list[dict[str, Any]], shape: str, columns: str, unread: str
-) -> None:
-    name = f"shape-{'-'.join(rows[0])}"[:30].lower().replace("_", "-")
-    (project / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-    options = ("--model", "./model", "--data", f"{name}.jsonl", "-o", f"{name}.yaml")
-    wrote = ftctl("init", *options, folder=project)
-    assert wrote.returncode == 0, wrote.stderr
-    done = ftctl("run", f"{name}.yaml", folder=project)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @contextmanager
