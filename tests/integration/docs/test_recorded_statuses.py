@@ -9,7 +9,11 @@ from finetune_operator.kube.resources import Object
 from support.cluster.operators import Api
 from support.reconcile.recorded_statuses import FILE, record
 
-pytestmark = pytest.mark.full
+# On the embedded server alone, because `make statuses` records them on a real one.
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.parametrize("cluster", ["embedded"], indirect=True),
+]
 
 
 def gist(recorded: dict[str, Object]) -> dict[str, Any]:
