@@ -3,7 +3,7 @@
 import gc
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sort_files(items, config.rootpath)
 
 
-# Not while test files are imported, which leaves a million objects.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage again, but less often, and not among imported objects."""
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause garbage collection while imports create a million objects, then run it less often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 10, 10)
+        gc.enable()
 
 
 @pytest.fixture
