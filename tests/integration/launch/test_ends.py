@@ -53,9 +53,6 @@ def test_ranks_that_finish_exit_with_0_and_rank_0_has_the_last_word(
     ("act", "code", "failure_class"),
     [
         ("data", 65, "DataError"),
-        pytest.param("config", 78, "ConfigError", marks=pytest.mark.full),
-        pytest.param("world", 93, "DoNotRestart", marks=pytest.mark.full),
-        pytest.param("bug", 1, "Error", marks=pytest.mark.full),
         ("sigkill", 137, "WorkerLost"),
     ],
 )

@@ -21,10 +21,10 @@ from support.plugin.remote_world import RemoteWorld, let_go
 
 pytestmark = pytest.mark.full
 
-JOBS = 30
-KILLS = 6
-PACE = 1 / 120
-"""An hour of `make remote-lives`, in virtual time, takes 30 s here."""
+JOBS = 15
+KILLS = 3
+PACE = 1 / 240
+"""An hour of `make remote-lives`, in virtual time, takes 15 s here."""
 
 LIFE_SECONDS = 2.5
 """An operator that leads is killed after at most so long."""

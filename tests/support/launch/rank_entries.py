@@ -24,11 +24,9 @@ from finetune_trainer.config import (
 )
 from finetune_trainer.control import Agreement, StopSignal, unless_stopped
 from finetune_trainer.errors import (
-    ConfigError,
     DataError,
     LostRankError,
     Preempted,
-    WorldSizeError,
 )
 from finetune_trainer.telemetry import StepReport, Telemetry
 from finetune_trainer.world import World, barrier
@@ -235,13 +233,8 @@ def _abort_as_nccl_does() -> None:
 
 _ACTS: dict[str, Callable[[], None]] = {
     "data": _raise(DataError("data.train x.jsonl has no rows; add some")),
-    "config": _raise(ConfigError("model.path x has no config.json; name a model folder")),
-    "world": _raise(WorldSizeError("world: 1 rank came up; start 2")),
     "bug": _raise(ZeroDivisionError("division by zero")),
     "memory": _raise(MemoryError()),
-    "torch-memory": _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")),
-    "exit-3": lambda: os._exit(3),
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "nccl-timeout": _abort_as_nccl_does,
-    "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
