@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "Converse with the base model and the trained one.",
     "preview": "Show the first rows as the trainer sees them.",
     "validate": "Print every problem of manifests.",
+    "plan": "Forecast memory, speed and price on GPU sizes.",
     "render": "Print the exact request without sending it.",
     "top": "Show all jobs, or the ranks of one job.",
     "profile": "Record a profile of a running job.",

@@ -1,4 +1,4 @@
-"""Run a module of the trainer that prints JSON lines, for `ftctl preview` and `ftctl init`.
+"""Run a module of the trainer that prints JSON lines, for `ftctl preview`, `init` and `plan`.
 
 The trainer's code reads models and rows in a separate process; `ftctl` never imports it.
 """
@@ -19,6 +19,7 @@ from finetune_trainer.config import ContractModel, TrainConfig
 
 PREVIEW = "finetune_trainer.preview"
 INSPECTION = "finetune_trainer.inspection"
+BASE = "finetune_trainer.memory.print_base"
 
 
 def config_of(target: Target) -> TrainConfig:

@@ -23,7 +23,7 @@ def base_shape_of(name: str) -> BaseShape | None:
     """Return the shape of a model; None if it is unknown.
 
     Args:
-        name: Name on the hub, with or without `hf://`. The case of letters does not matter, like on the hub.
+        name: Name on the hub, with or without `hf://`. The case of letters is ignored.
     """
     shape = _shapes().get(name.removeprefix(HUB).lower())
     return None if shape is None else BaseShape.model_validate(shape)

@@ -33,6 +33,7 @@ RUN_BY = {
     "docs/installation.md": "tests/e2e/test_01_installation.py",
     "docs/how-to/launchers.md": "tests/integration/docs/test_readme.py",
     "docs/tutorial.md": "tests/integration/docs/test_tutorial.py",
+    "docs/how-to/choose-hardware.md": "tests/unit/cli/test_plan.py",
 }
 NOT_RUN = {
     "charts/finetune-operator/README.md": "placeholders; tests/e2e installs the chart by helm",

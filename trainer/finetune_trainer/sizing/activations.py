@@ -175,9 +175,7 @@ class Activations:
 
     def _inputs_of(self, products: tuple[Product, ...]) -> int:
         """Return the bytes of inputs that products retain: under autocast a copy each, else one."""
-        saved = [
-            p.inputs for p in products if p.is_trained or (p.rank and not self.drops_inputs)
-        ]
+        saved = [p.inputs for p in products if p.is_trained or (p.rank and not self.drops_inputs)]
         if not saved:
             return 0
         if self.is_autocast and self.residual > self.item_size:

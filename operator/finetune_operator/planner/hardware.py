@@ -1,0 +1,156 @@
+"""Forecast how a job would run on GPU sizes of Azure, with the memory formula of the trainer.
+
+`ftctl plan` prints the result. Everything is pure; `choose` is the function by which the trainer
+chooses when an attempt starts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from finetune_operator.api.problems import InvalidJobError
+from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.planner.catalogue import GpuSize
+from finetune_operator.planner.plan import make_plan
+from finetune_operator.planner.speed import Forecast, forecast, tokens_of
+from finetune_operator.planner.train_config import Locations, derive_train_config
+from finetune_trainer.config import TrainConfig
+from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.choose import Hardware, choose
+from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
+
+_GIB = 2**30
+_BF16_FROM = (8, 0)
+NOWHERE = Locations(str, "run", "checkpoints", "output", "cache", "termination", trackers=())
+"""Locations for a configuration that is never run."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A job on nodes of a GPU size.
+
+    Attributes:
+        size: The GPU size.
+        nodes: Number of nodes.
+        config: Configuration without `auto`; None if the job cannot run on the size at all.
+        fit: Verdict, peak and the cheapest change that fits; None without `config`, and for models
+            without a list of layers.
+        forecast: Speed and price; None if unknown.
+        lost_by: Reason why another option is better; empty for the best option.
+    """
+
+    size: GpuSize
+    nodes: int
+    config: TrainConfig | None
+    fit: Fit | None
+    forecast: Forecast | None
+    lost_by: str
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the job may start: it fits, or it may fit."""
+        return self.config is not None and not self.is_refused
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the trainer would refuse the job."""
+        return self.fit is not None and self.fit.verdict is Verdict.WOULD_NOT_FIT
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of all nodes; None if unknown."""
+        price = self.size.price
+        return None if price is None else price.usd_per_hour * self.nodes
+
+    @property
+    def cost(self) -> float | None:
+        """Expected price of the whole job or, without a number of tokens, of an hour."""
+        if self.forecast is not None and self.forecast.usd is not None:
+            return (self.forecast.usd.low + self.forecast.usd.high) / 2
+        return self.usd_per_hour
+
+
+def options(
+    job: FineTuneJob,
+    base: BaseShape,
+    sizes: Iterable[GpuSize],
+    *,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    tokens: int | None = None,
+) -> list[Option]:
+    """Return an option for each size, the best first.
+
+    Options that fit come before others, then cheaper ones, then fewer GPUs.
+
+    Args:
+        job: The job; its number of GPUs per node is replaced.
+        base: Shape of the model.
+        sizes: GPU sizes to compare.
+        nodes: Number of nodes; by default as in the job.
+        gpus: GPUs per node; all GPUs of each size by default.
+        tokens: Tokens of the whole training; by default computed from `maxSteps` with packing.
+    """
+    found = [
+        _option(job, base, size, nodes or job.spec.topology.nodes, gpus or size.gpus, tokens)
+        for size in sizes
+    ]
+    found.sort(key=_rank)
+    best = found[0] if found and found[0].is_possible else None
+    return [one if one is best or one.lost_by else _beside(one, best) for one in found]
+
+
+def _rank(option: Option) -> tuple[int, float, int]:
+    verdicts = list(Verdict)
+    verdict = Verdict.TIGHT if option.fit is None else option.fit.verdict
+    place = len(verdicts) if option.config is None else verdicts.index(verdict)
+    cost = float("inf") if option.cost is None else option.cost
+    return place, cost, option.size.gpus * option.nodes
+
+
+def _option(
+    job: FineTuneJob, base: BaseShape, size: GpuSize, nodes: int, gpus: int, tokens: int | None
+) -> Option:
+    def without(reason: str) -> Option:
+        return Option(size, nodes, None, None, None, reason)
+
+    if size.unsupported:
+        return without(size.unsupported)
+    if gpus > size.gpus:
+        return without(f"has {size.gpus} of {gpus} GPUs per node")
+    try:
+        config = _config_on(job, nodes, gpus)
+    except InvalidJobError as error:
+        return without(str(error))
+    gpu, sizing = size.memory, Sizing(base, job.spec.training.max_seq_length)
+    if config.auto is not None:
+        config = choose(config, sizing, Hardware(gpu, has_nvlink=size.has_nvlink)).config
+    if config.training.precision == "bf16" and gpu.capability < _BF16_FROM:
+        return without("has no bf16")
+    fit = sizing.fit(config, gpu) if sizing.has_layers else None
+    if fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT:
+        return Option(size, nodes, config, fit, None, _needs(fit, gpu))
+    speed = forecast(sizing.shape(config), config, size, tokens or tokens_of(config))
+    return Option(size, nodes, config, fit, speed, "")
+
+
+def _config_on(job: FineTuneJob, nodes: int, gpus: int) -> TrainConfig:
+    topology = job.spec.topology.model_copy(
+        update={"nodes": nodes, "gpus_per_node": gpus, "processes_per_node": None}
+    )
+    spec = job.spec.model_copy(update={"topology": topology})
+    return derive_train_config(make_plan(job.model_copy(update={"spec": spec})), 1, NOWHERE)
+
+
+def _needs(fit: Fit, gpu: Gpu) -> str:
+    return f"needs {fit.peak.nbytes / _GIB:.1f} of {gpu.usable / _GIB:.1f} GiB"
+
+
+def _beside(option: Option, best: Option | None) -> Option:
+    """Return the option with the reason why the best one is better."""
+    assert best is not None, "without a possible option each one has a reason"
+    if option.fit is not None and best.fit is not None and option.fit.verdict != best.fit.verdict:
+        return replace(option, lost_by="may not fit")
+    if option.cost is None or not best.cost:
+        return replace(option, lost_by="price unknown")
+    what = "cost" if option.forecast and option.forecast.usd else "price per hour"
+    return replace(option, lost_by=f"{option.cost / best.cost - 1:+.0%} {what}")

@@ -1,0 +1,131 @@
+"""`ftctl plan` from the manifest to the verdict, the memory and the table of sizes."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from finetune_operator.cli.app import app
+from support.api.builders import manifest
+from support.data.text_fixtures import tiny_model
+from support.docs.pages import ROOT, blocks, read
+
+PAGE = "docs/how-to/choose-hardware.md"
+A100 = "Standard_NC24ads_A100_v4"
+T4 = "Standard_NC16as_T4_v3"
+
+
+def plan_of(folder: Path, *options: str, **overrides: Any) -> Result:
+    values = {
+        "model": {"source": "hf://meta-llama/Llama-3.1-8B"},
+        "topology": {"processesPerNode": None, "gpusPerNode": 1},
+        "training": {"globalBatchSize": 16, "maxSeqLength": 4096},
+        **overrides,
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(manifest(**values)))
+    return CliRunner().invoke(app, ["plan", str(file), *options])
+
+
+def test_the_page_shows_the_output_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    [shown] = [block for block in blocks(PAGE) if block.language == "console"]
+    command, *printed = shown.text.removeprefix("$ ftctl ").rstrip().split("\n")
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.output.rstrip().split("\n") == printed
+    assert done.exit_code == 0
+    assert "129 models" in read(PAGE)
+
+
+def test_a_job_that_does_not_fit_has_the_cheapest_change_and_exit_code_1(tmp_path: Path) -> None:
+    explicit = {"type": "ddp", "activationCheckpointing": "none"}
+    refused = plan_of(tmp_path, "--on", A100, method={"type": "full"}, strategy=explicit)
+    assert refused.exit_code == 1
+    assert refused.output.startswith("WouldNotFit: meta-llama/Llama-3.1-8B full on 1 x ")
+    assert "cheapest change that fits: spec.training.optimizer adamw8bit with" in refused.output
+    assert "of 79.1 GiB" in refused.output
+    assert plan_of(tmp_path, "--on", T4, method={"type": "lora"}).exit_code == 1
+    small = plan_of(tmp_path, "--on", T4, method={"type": "qlora", "quantization": "nf4"})
+    assert small.exit_code == 0
+    assert "fp16" in small.output
+
+
+def test_all_sizes_are_compared_with_the_reason_why_each_lost(tmp_path: Path) -> None:
+    done = plan_of(tmp_path, "--tokens", "20000000", "--json", method={"type": "lora"})
+    found = json.loads(done.output)
+    assert len(found) > 30
+    best, *others = found
+    assert (best["verdict"], best["lostBy"]) == ("Fits", "")
+    assert all(one["lostBy"] for one in others)
+    assert sum(best["memory"].values()) == best["peakBytes"] <= best["usableBytes"]
+    assert best["usd"]["low"] < best["usd"]["high"]
+    costs = [
+        sum(one["usd"].values()) for one in found if one["verdict"] == "Fits" and one.get("usd")
+    ]
+    assert costs == sorted(costs)
+    assert any("ROCm" in one["lostBy"] for one in others)
+
+
+def test_prices_of_a_file_replace_the_list_prices(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.csv"
+    prices.write_text(f"size,usd_per_hour,date\n{A100},1.5,2026-11-01\n")
+    done = plan_of(tmp_path, "--prices", str(prices), "--json", method={"type": "lora"})
+    assert json.loads(done.output)[0]["price"] == {"usdPerHour": 1.5, "date": "2026-11-01"}
+    prices.write_text(f"size,usd_per_hour,date\n{A100},1.5,\n")
+    assert "date" in str(plan_of(tmp_path, "--prices", str(prices)).exception)
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"),
+    [
+        pytest.param("Standard_NC24ads_A100_v5", f"did you mean {A100}", id="typo"),
+        pytest.param("Standard_NC6s_v3", "retired", id="retired"),
+    ],
+)
+def test_an_unknown_size_names_another(size: str, sentence: str, tmp_path: Path) -> None:
+    assert sentence in str(plan_of(tmp_path, "--on", size).exception)
+
+
+def test_a_batch_that_the_gpus_of_a_size_cannot_share_is_a_reason(tmp_path: Path) -> None:
+    training = {"globalBatchSize": 3, "maxSeqLength": 1024}
+    found = json.loads(plan_of(tmp_path, "--json", training=training).output)
+    shared = [one for one in found if one["gpusPerNode"] == 8 and not one["verdict"]]
+    assert any("globalBatchSize" in one["lostBy"] for one in shared)
+
+
+def test_a_model_of_a_folder_is_read_by_the_trainer(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    local = {"source": f"file://{tmp_path}/model"}
+    done = plan_of(tmp_path, "--on", T4, model=local, backend={"type": "local"})
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("Fits: file://")
+
+
+def test_a_model_that_cannot_be_read_here_needs_its_name(tmp_path: Path) -> None:
+    claim = {"source": "pvc://models/llama"}
+    backend = {"type": "kubernetes", "kubernetes": {}}
+    data = {"source": "pvc://data/rows.jsonl"}
+    output = {"uri": "pvc://models/out"}
+    values: dict[str, Any] = {"backend": backend, "dataset": data, "output": output}
+    unread = plan_of(tmp_path, "--on", T4, model=claim, **values)
+    assert "set spec.model.baseName" in str(unread.exception)
+    named = {**claim, "baseName": "meta-llama/Llama-3.2-1B"}
+    assert plan_of(tmp_path, "--on", T4, model=named, **values).exit_code == 0
+
+
+def test_a_known_model_is_planned_without_torch() -> None:
+    arguments = ["plan", "examples/04-hub-gpu.yaml", "--on", A100]
+    code = (
+        "import sys; from finetune_operator.cli.app import app; "
+        f"app({arguments}, standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
