@@ -18,12 +18,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "LoRA": {"method": {"type": "lora", "lora": {"r": 16}}},
     "QLoRA": {"method": {"type": "qlora", "lora": {"r": 16}, "quantization": "nf4"}},
 }
-# Plain, fused, transposed and stacked weights; `make grids` tests all models.
+# Plain, fused, transposed and stacked weights, and a vision tower; `make grids` tests all models.
 SAMPLE = (
     "meta-llama/Llama-3.2-1B",
     "EleutherAI/pythia-70m",
     "openai-community/gpt2",
     "openai/gpt-oss-20b",
+    "google/gemma-3-4b-pt",
 )
 MODELS = [one for one in known_models().models if grids.IS_WHOLE or one.names[0] in SAMPLE]
 

@@ -46,7 +46,12 @@ def with_method(base: BaseShape, config: TrainConfig) -> ModelShape:
     ]
     kinds = tuple(dict.fromkeys(layers))
     index_of = {layer: index for index, layer in enumerate(kinds)}
-    others = {tensor.name: method.weights(tensor, tensor.name, frozen) for tensor in base.others}
+    others = {  # transformers quantises a vision tower, but not the head
+        one.name: method.weights(
+            one, one.name, frozen, bits=0 if one.name == base.head_weight else method.bits
+        )
+        for one in base.others
+    }
     new_rows = method.new_rows()
     head = next((one for one in base.others if one.name == base.head_weight), None)
     return ModelShape(
