@@ -18,6 +18,7 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.layers import decoder_layers
 from finetune_trainer.model.loss import base_of
+from finetune_trainer.model.recompute import recompute
 from finetune_trainer.sizing.peak import step_peak
 from support.launch.launches import train_config
 from support.memory.family_setups import family_settings
@@ -30,19 +31,26 @@ TOKENS = 512
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_compiled_layer_retains_the_bytes_of_the_formula(method: str, tmp_path: Path) -> None:
-    assert error_of(
-        lambda layers: Setup("", TINY, method, layers=layers).settings(), method, tmp_path
-    ) == pytest.approx(0, abs=0.03)
+    assert error_of(tiny_settings, method, tmp_path) == pytest.approx(0, abs=0.03)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_compiled_layer_that_recomputes_selectively_retains_the_bytes_of_the_formula(
+    method: str, tmp_path: Path
+) -> None:
+    error = error_of(tiny_settings, method, tmp_path, "selective")
+    assert -0.06 <= error <= 0.15
 
 
 @pytest.mark.skipif(not grids.IS_WHOLE, reason="takes minutes: make grids")
+@pytest.mark.parametrize("how", ["none", "selective"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize(
     "name",
     ["llama", "qwen3", "phi3", "granite", "olmo2", "mistral", "smollm3", "ernie4_5", "cohere"],
 )
 def test_a_compiled_layer_of_a_family_retains_the_bytes_of_the_formula(
-    name: str, method: str, tmp_path: Path
+    name: str, method: str, how: str, tmp_path: Path
 ) -> None:
     def settings_of(layers: int) -> Any:
         settings = family_settings(name)
@@ -51,17 +59,23 @@ def test_a_compiled_layer_of_a_family_retains_the_bytes_of_the_formula(
             settings.layer_types = settings.layer_types[:layers]
         return settings
 
-    error = error_of(settings_of, method, tmp_path)
-    print(f"{name} {method} {error:+.1%}")
+    error = error_of(settings_of, method, tmp_path, how)
+    print(f"{name} {method} {how} {error:+.1%}")
     assert -0.06 <= error <= 0.15
 
 
-def error_of(settings_of: Callable[[int], Any], method: str, folder: Path) -> float:
+def tiny_settings(layers: int) -> Any:
+    return Setup("", TINY, "full", layers=layers).settings()
+
+
+def error_of(
+    settings_of: Callable[[int], Any], method: str, folder: Path, how: str = "none"
+) -> float:
     """Return the relative error of the formula for one compiled layer."""
     training = {"precision": "fp32", "compile": True}
     heads, config = [], train_config(folder)
     for layers in (2, 3):
-        config = train_config(folder, **Setup("", TINY, method, training=training).changes())
+        config = train_config(folder, **Setup("", TINY, method, how, training=training).changes())
         model = choose_trained(meta_model(settings_of(layers), config), config)
         peak = step_peak(shape_of(settings_of(layers), config), config, tokens=TOKENS)
         heads.append(peak.moments["head"] - peak.static)
@@ -71,6 +85,7 @@ def error_of(settings_of: Callable[[int], Any], method: str, folder: Path) -> fl
 def retained_by_last_layer(model: Any, config: TrainConfig) -> int:
     """Return the bytes that autograd retains for the last layer, but its weights."""
     model.to_empty(device="cpu")
+    recompute(base_of(model), config.strategy.activation_checkpointing)
     layer = decoder_layers(base_of(model))[-1]
     backend = aot_autograd(
         fw_compiler=lambda graph, _: graph.forward,

@@ -61,16 +61,20 @@ class Activations:
     def _saved_selective(self, layer: Layer) -> int:
         """Return the bytes of a layer's input, attention's saved tensors, and product results.
 
-        Compiled layers retain the results of all products, others only of frozen weights: they
-        recompute products with a trained weight.
+        Compiled layers retain the results of all products, but a layer with one norm, whose
+        attention and MLP are parallel, only adds up the last two. Others retain only results of
+        frozen weights: they recompute products with a trained weight.
         """
         each = self.shape.hidden * self.residual + 4 * self.shape.heads
         is_compiled = self.config.training.compile
+        products = layer.products
+        if is_compiled and layer.norms == 1:
+            products = (*layer.into_attention, *layer.into_mlp)
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
             if not is_compiled:  # compiled layers rotate the results of products again
                 each += sum(p.outputs for p in layer.into_attention) * self.item_size
-        for product in layer.products:
+        for product in products:
             if is_compiled or not (product.is_trained or product.is_transposed):
                 each += product.outputs * self.item_size
         if layer.experts is not None and layer.experts.shared:
@@ -157,14 +161,17 @@ class Activations:
         product.
         """
         each = layer.norms * self.shape.hidden * self.residual + 4 * self.shape.heads
-        each += self._inputs_of(layer.into_attention) + self._inputs_of(layer.into_mlp)
+        each += self._inputs_of(layer.into_attention)
+        if layer.norms > 1:  # a single norm feeds both
+            each += self._inputs_of(layer.into_mlp)
         each += sum(p.outputs for p in (*layer.into_attention, *layer.into_mlp)) * self.item_size
         each += sum((*layer.head_norms, *layer.other_norms)) * self.item_size
         each += self._rotated_copies(layer)
         if layer.out_of_attention is not None:
             each += layer.out_of_attention.inputs * self.item_size
-        if layer.out_of_mlp is not None and layer.out_of_mlp.keeps_input:
-            each += layer.out_of_mlp.inputs * self.item_size
+        if layer.out_of_mlp is not None:
+            num_retained = layer.out_of_mlp.keeps_input + (self.shape.activation == "gelu_new")
+            each += num_retained * layer.out_of_mlp.inputs * self.item_size
         return self.tokens * (each + sum(self._adapter(p) for p in layer.products))
 
     def _norm(self, width: int, *, is_trained: bool) -> int:
