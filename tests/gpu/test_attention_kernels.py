@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from finetune_trainer.model.attention import use_documents
-from finetune_trainer.model.kernels import Card, Kernel, choose_attention, use_flex
+from finetune_trainer.model.kernels import Card, choose_attention, use_flex
 from finetune_trainer.model.loss import CausalLoss, loss_inputs
+from finetune_trainer.sizing.kernels import Kernel
 from support.launch.device_runs import Device
 from support.model.model_families import family, gradients, lift_flex_check, pack
 

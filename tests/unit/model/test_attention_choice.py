@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from finetune_trainer.errors import ConfigError
-from finetune_trainer.model.kernels import Card, Kernel, choose_attention, use_newest_flash
+from finetune_trainer.memory.read_base import read_base
+from finetune_trainer.model.kernels import Card, choose_attention, use_newest_flash
+from finetune_trainer.sizing.kernels import Kernel, avoids_scores
 from support.model.model_families import AMPERE, family
 
 TURING, HOPPER = Card((7, 5), has_triton=True), Card((9, 0), has_triton=True)
@@ -48,6 +50,19 @@ def test_heads_too_narrow_for_flex_get_the_model_s_own_attention():
     chosen = choose_attention(narrow, AMPERE, torch.bfloat16, warn=warnings.append)
     assert chosen is Kernel.MODEL
     assert "flex: its heads are 8 wide, flex attention's at least 16" in warnings[0]
+
+
+@pytest.mark.parametrize("card", [TURING, AMPERE], ids=["Turing", "Ampere"])
+@pytest.mark.parametrize("head_dim", [8, 16], ids=["narrow heads", "wider heads"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_memory_formula_expects_the_kernel_that_is_chosen(name, head_dim, card):
+    base = read_base(family(name, head_dim=head_dim).train())
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    for precision, dtype in dtypes.items():
+        model = family(name, head_dim=head_dim)
+        chosen = choose_attention(model, card, dtype, warn=lambda _: None)
+        expected = avoids_scores(base.fused_attention, "fastest", precision, card.capability)
+        assert (chosen is not Kernel.MODEL) == expected, precision
 
 
 def test_dropout_in_attention_is_served_where_torch_attends_document_by_document():

@@ -10,6 +10,7 @@ from finetune_trainer.config import LoraSettings, MethodConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.refusals import SILENT
 from finetune_trainer.sizing.base_shape import BaseShape, BaseTensor, LayerKind, Role
+from finetune_trainer.sizing.kernels import Kernel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +97,7 @@ def read_base(model: "PreTrainedModel") -> BaseShape:
 def _fused_attention(model: "PreTrainedModel") -> tuple[str, ...]:
     """Return the names of our attention kernels that support the model on a GPU."""
     from finetune_trainer.model import attention
-    from finetune_trainer.model.kernels import Kernel, flex_fault
+    from finetune_trainer.model.kernels import flex_fault
 
     faults = {
         Kernel.VARLEN: attention.fault(model, on_gpu=True, compiles=True),

@@ -8,7 +8,6 @@ that the GPU does not support gives one warning.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import attention, flex
+from finetune_trainer.sizing.kernels import Kernel, gpu_fault
 
-_FIRST_CARD = (8, 0)  # compute capability (Ampere) that flash attention and Triton need
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _NARROWEST_FLEX = 16  # head width that Triton multiplies (torch 2.13, inductor/kernel/flex)
 
 
@@ -42,14 +42,6 @@ class Card:
         return cls(torch.cuda.get_device_capability(device), has_triton)
 
 
-class Kernel(StrEnum):
-    """Implementations of attention."""
-
-    VARLEN = "varlen"
-    FLEX = "flex"
-    MODEL = "model"
-
-
 def choose_attention(
     base: Any,
     card: Card | None,
@@ -72,10 +64,11 @@ def choose_attention(
     Raises:
         ConfigError: the requested kernel does not support this model or this GPU.
     """
-    of_card = None if card is None else _card_fault(dtype, card)
+    precision = _PRECISIONS.get(dtype, "fp32")
+    of_card = None if card is None else gpu_fault(Kernel.VARLEN, precision, card.capability)
     faults = {
         Kernel.VARLEN: of_card or attention.fault(base, on_gpu=card is not None, compiles=compiles),
-        Kernel.FLEX: _flex_card_fault(base, dtype, card) or flex_fault(base),
+        Kernel.FLEX: _flex_card_fault(precision, card) or flex_fault(base),
         Kernel.MODEL: None,
     }
     name = type(base).__name__
@@ -108,8 +101,10 @@ _SPELLED = {
 
 
 def flex_fault(base: Any) -> str | None:
-    """Return why flex attention does not support a model on any device, if it does not."""
+    """Return why flex attention does not support a model on any GPU, if it does not."""
     config = base.config.get_text_config()
+    if (width := min(attention.head_widths(base), default=_NARROWEST_FLEX)) < _NARROWEST_FLEX:
+        return f"its heads are {width} wide, flex attention's at least {_NARROWEST_FLEX}"
     if not (base._supports_flex_attn and base._can_set_attn_implementation()):
         return "transformers does not offer it for this family"
     return attention.shape_fault(base) or attention.dropout_fault(config)
@@ -145,26 +140,9 @@ def use_newest_flash(card: Card, warn: Callable[[str], None]) -> str | None:
     return None
 
 
-def _card_fault(dtype: torch.dtype, card: Card) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        name = {torch.float32: "fp32", torch.float64: "fp64"}.get(dtype, str(dtype))
-        return f"flash attention computes in bf16 and fp16, not in {name}"
-    return _too_old(card)
-
-
-def _flex_card_fault(base: Any, dtype: torch.dtype, card: Card | None) -> str | None:
+def _flex_card_fault(precision: str, card: Card | None) -> str | None:
     if card is None:
         return "torch has no gradients for it on a CPU"
-    if dtype == torch.float64:
-        return "it does not compute in fp64"
-    if (width := min(attention.head_widths(base), default=_NARROWEST_FLEX)) < _NARROWEST_FLEX:
-        return f"its heads are {width} wide, flex attention's at least {_NARROWEST_FLEX}"
-    return _too_old(card) or (
+    return gpu_fault(Kernel.FLEX, precision, card.capability) or (
         None if card.has_triton else "it needs the package triton, which is not installed"
     )
-
-
-def _too_old(card: Card) -> str | None:
-    if card.capability >= _FIRST_CARD:
-        return None
-    return "this GPU has compute capability {}.{}, it needs 8.0".format(*card.capability)

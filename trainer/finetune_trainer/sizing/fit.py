@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune_trainer.config import LoraSettings, MethodConfig, TrainConfig
 from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.kernels import avoids_scores
 from finetune_trainer.sizing.method import with_method
 from finetune_trainer.sizing.model_shape import ModelShape
 from finetune_trainer.sizing.peak import Peak, step_peak
@@ -20,8 +21,6 @@ _MARGIN, _MARGIN_OF_EXPERTS = 0.05, 0.12
 """Relative errors of the formula against traces."""
 _MARGIN_OF_SELECTIVE, _MARGIN_OF_ZERO = 0.16, 0.25
 """Relative errors by which the formula may exceed a trace; they only delay a refusal."""
-_FUSES_FROM = (8, 0)
-"""Compute capability from which our attention kernels can be used (Ampere)."""
 
 
 class Verdict(StrEnum):
@@ -103,12 +102,10 @@ class Sizing:
 
     def _keeps_scores(self, config: TrainConfig, gpu: Gpu) -> bool:
         """Whether no fused attention kernel supports model, precision and GPU."""
-        kernels = self._base.fused_attention
-        is_16_bit = config.training.precision in ("bf16", "fp16")
-        has_flex = "flex" in kernels and config.training.precision != "fp64"
-        has_kernel = has_flex or ("varlen" in kernels and is_16_bit)
-        uses_kernel = has_kernel and gpu.capability >= _FUSES_FROM
-        return not uses_kernel or config.training.attention == "model"
+        training = config.training
+        return not avoids_scores(
+            self._base.fused_attention, training.attention, training.precision, gpu.capability
+        )
 
     def verdict(self, config: TrainConfig, gpu: Gpu) -> Verdict:
         """Return whether a step fits; at best Tight with ZeRO or unknown layers."""
