@@ -48,7 +48,6 @@ from finetune_trainer.model.identity import model_fingerprint, pinned, weights_f
 from finetune_trainer.model.isolation import check_isolation
 from finetune_trainer.model.load import (
     download_weights,
-    is_loaded_once,
     load_device,
     load_model,
     load_settings,
@@ -67,6 +66,7 @@ from finetune_trainer.refusals import Refusals
 from finetune_trainer.resuming import keep_output_dtype, notes_of, resume
 from finetune_trainer.schedule import few_steps_warning, warmup_warning
 from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.method import is_loaded_once
 from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
     create,

@@ -16,8 +16,9 @@ from finetune_trainer.config import ExitCode, TrainConfig
 from finetune_trainer.model.adapters import choose_trained
 from finetune_trainer.model.compile import compile_layers
 from finetune_trainer.model.float8 import check_float8, use_float8
-from finetune_trainer.model.load import is_loaded_once, load_device, load_model
+from finetune_trainer.model.load import load_device, load_model
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.sizing.method import is_loaded_once
 from finetune_trainer.strategies import create, parallelize
 from support.checkpoint.checkpoint_fixtures import run_processes
 from support.launch.forked_ranks import attempt, numbers

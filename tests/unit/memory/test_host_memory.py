@@ -8,10 +8,10 @@ import torch
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.host import (
     free_host_memory,
-    pinned_nbytes,
     pinned_size,
     refuse_pinning,
 )
+from finetune_trainer.sizing.host import pinned_nbytes
 
 GIB = 2**30
 

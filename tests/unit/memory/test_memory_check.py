@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.check import check_memory
+from finetune_trainer.memory.check_host import HostMemory
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.resolve import read_base_if_needed, resolve_by_memory
 from finetune_trainer.refusals import STRICT, Refusals
@@ -127,7 +128,13 @@ def test_a_tight_configuration_starts_on_a_gpu_with_one_warning(
     config = config_of(tmp_path, data={"max_seq_len": ROW})
     refusals, base = Refusals(is_new=True, warn=warnings.append), read_base_if_needed(config, gpu)
     resolved = resolve_by_memory(
-        config, gpu, base, row_tokens=ROW, refusals=refusals, warn=warnings.append
+        config,
+        gpu,
+        base,
+        row_tokens=ROW,
+        refusals=refusals,
+        warn=warnings.append,
+        host=lambda: HostMemory(free=900 * GIB, total=900 * GIB),
     )
     assert resolved.config.strategy == config.strategy
     assert resolved.report is None

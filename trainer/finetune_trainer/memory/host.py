@@ -6,12 +6,12 @@ a container at its cgroup's limit without a message, long before the node runs o
 
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.sizing.host import pinned_nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,7 @@ def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 
     Inactive file cache counts as free, because the kernel reclaims it.
     """
-    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    free = next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
+    free = _meminfo(proc)["MemAvailable"]
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -41,6 +40,21 @@ def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
         taken = int((cgroup / used).read_text()) - int(counted.get(cached, 0))
         free = min(free, max(0, int(most) - taken))
     return free
+
+
+def host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of the node's memory and swap, or the cgroup's limit if it is lower."""
+    node = _meminfo(proc)
+    total = node["MemTotal"] + node.get("SwapTotal", 0)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        most = (cgroup / limit).read_text().strip() if (cgroup / limit).is_file() else "max"
+        total = total if most == "max" else min(total, int(most))
+    return total
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    return {words[0].removesuffix(":"): 1024 * int(words[1]) for words in lines}
 
 
 def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
@@ -62,18 +76,6 @@ def pinned_size(state: dict[str, Any], device: str = "cuda") -> int:
 def allocator_settings() -> str:
     """Return the settings that torch's allocator reads from the environment."""
     return next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
-
-
-def pinned_nbytes(nbytes: int, settings: str = "") -> int:
-    """Return the bytes that torch pins for one tensor: the next power of two, up to twice its size.
-
-    `settings` are the allocator's; `pinned_max_round_threshold_mb` in them disables the rounding
-    above that many MiB.
-    """
-    found = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
-    if nbytes == 0 or (found and nbytes > int(found[1]) * 2**20):
-        return nbytes
-    return 1 << (nbytes - 1).bit_length()
 
 
 def refuse_pinning(size: int, ranks_on_node: int, free: int, what: str) -> None:

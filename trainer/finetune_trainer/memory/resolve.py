@@ -11,6 +11,7 @@ import torch
 from finetune_trainer.config import PlanReport, TrainConfig
 from finetune_trainer.gpu import has_nvlink
 from finetune_trainer.memory.check import check_memory
+from finetune_trainer.memory.check_host import HostMemory, check_host_memory
 from finetune_trainer.memory.host import free_host_memory
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.unsharded import choose_unsharded
@@ -48,6 +49,7 @@ def resolve_by_memory(
     row_tokens: int,
     refusals: Refusals,
     warn: Callable[[str], None],
+    host: Callable[[], HostMemory] = HostMemory.of_node,
 ) -> Resolved:
     """Choose the settings in `config.auto`, and refuse what does not fit; a collective.
 
@@ -58,9 +60,10 @@ def resolve_by_memory(
         row_tokens: Tokens of the longest row, including padding.
         refusals: Refuses a new run, and only warns if the run has a checkpoint.
         warn: Warns the user.
+        host: Measures the memory of this node.
 
     Raises:
-        ConfigError: The step does not fit.
+        ConfigError: The step does not fit, or the model cannot be loaded.
     """
     is_gpu = world.device.type == "cuda"
     free, total = _memory(config, world)
@@ -95,6 +98,18 @@ def resolve_by_memory(
             capability=card,
             refusals=refusals,
         )
+        if world.is_main:
+            assert base is not None, "needs_base"
+            gpu = Gpu(free + measured_reserve(config), card)
+            settings = load_settings(config.model)
+            check_host_memory(
+                config,
+                host(),
+                Sizing(base, row_tokens),
+                gpu,
+                settings=settings,
+                refusals=refusals,
+            )
     resolved = choose_unsharded(config, smallest_free, base=base, capability=capability)
     return Resolved(resolved, report)
 

@@ -37,7 +37,7 @@ from finetune_trainer.model.stored_quantization import (
 )
 from finetune_trainer.model.tokenizer_file import use_own_file
 from finetune_trainer.refusals import STRICT, Refusals
-from finetune_trainer.sizing.method import base_precision
+from finetune_trainer.sizing.method import base_precision, is_loaded_once
 from finetune_trainer.world import World
 
 if TYPE_CHECKING:
@@ -106,16 +106,6 @@ def new_token_ids(config: ModelConfig) -> list[int]:
         return []
     ids: list[int] = load_tokenizer(config).convert_tokens_to_ids(list(config.add_tokens))
     return ids
-
-
-def is_loaded_once(config: TrainConfig) -> bool:
-    """Whether only rank 0 reads the weights, because the strategy distributes the shards.
-
-    DoRA measures quantised weights, so every rank needs them.
-    """
-    lora = config.method.lora
-    measures = config.method.quantization != "none" and lora is not None and lora.dora
-    return config.strategy.type in ("fsdp", "zero3") and not measures
 
 
 def load_device(config: TrainConfig, rank: int, device: "torch.device") -> "torch.device":

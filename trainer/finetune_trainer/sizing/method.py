@@ -36,6 +36,16 @@ def base_precision(config: TrainConfig) -> str:
     return config.training.precision
 
 
+def is_loaded_once(config: TrainConfig) -> bool:
+    """Whether only rank 0 reads the weights, because the strategy distributes the shards.
+
+    DoRA measures quantised weights, so every rank needs them.
+    """
+    lora = config.method.lora
+    measures = config.method.quantization != "none" and lora is not None and lora.dora
+    return config.strategy.type in ("fsdp", "zero3") and not measures
+
+
 def with_method(base: BaseShape, config: TrainConfig) -> ModelShape:
     """Return the shape of the model that `config` trains."""
     method = _Method(base, config)

@@ -26,13 +26,13 @@ from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.memory.host import (
     allocator_settings,
     free_host_memory,
-    pinned_nbytes,
     refuse_pinning,
 )
 from finetune_trainer.model.float8 import undo_float8
-from finetune_trainer.model.load import is_loaded_once
 from finetune_trainer.model.loss import CausalLoss
 from finetune_trainer.model.quantize import broadcast_quant_states
+from finetune_trainer.sizing.host import pinned_nbytes
+from finetune_trainer.sizing.method import is_loaded_once
 from finetune_trainer.strategies.fsdp_groups import Groups, choose_groups, set_prefetch
 from finetune_trainer.strategies.optimizer import COMPUTE_DTYPES, NativeOptimizer, NativeStrategy
 from finetune_trainer.strategies.parallelize import parallelize
