@@ -349,11 +349,13 @@ def _is_of_a_peer(text: str) -> bool:
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Whether the memory of a GPU is exhausted, not the memory of its machine."""
+    """Whether torch's allocator found no memory on the GPU.
+
+    Errors of CUDA and NCCL at their start are no reason to need less memory: another process has
+    the memory.
+    """
     torch = sys.modules.get("torch")
-    is_of_torch = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    text = str(error).lower()
-    return is_of_torch or (is_out_of_memory(error) and "cuda" in text)
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ Only `free_memory` waits for the device. For a CPU the functions return None.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,17 +84,23 @@ def find_gpu(device: torch.device) -> Gpu | None:
 
 
 def has_nvlink(device: torch.device) -> bool:
-    """Return whether an NVLink of `device` is up."""
+    """Return whether NVLink connects `device` to every other GPU of this machine."""
     import pynvml as nv
 
+    def handle(index: int) -> Any:
+        uuid = torch.cuda.get_device_properties(index).uuid
+        return nv.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    own = device.index or 0
+    others = [index for index in range(torch.cuda.device_count()) if index != own]
     try:
         nv.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = nv.nvmlDeviceGetHandleByUUID(uuid)
-        return any(
-            nv.nvmlDeviceGetNvLinkState(handle, link) for link in range(nv.NVML_NVLINK_MAX_LINKS)
+        return all(
+            nv.nvmlDeviceGetP2PStatus(handle(own), handle(one), nv.NVML_P2P_CAPS_INDEX_NVLINK)
+            == nv.NVML_P2P_STATUS_OK
+            for one in others
         )
-    except nv.NVMLError:  # NOT_SUPPORTED without NVLink, or no library
+    except nv.NVMLError:  # no library, or a MIG slice
         return False
 
 

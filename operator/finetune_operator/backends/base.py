@@ -344,6 +344,11 @@ class Backend(ABC):
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List features of the job that this backend lacks; files of the job are not opened."""
 
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
+        """List the GPU sizes on which the job may run; empty if they are not known."""
+        size = job.spec.topology.instance_type
+        return () if size is None else (size,)
+
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List problems of the job's inputs: missing files, folders that cannot be written.
 

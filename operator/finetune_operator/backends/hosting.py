@@ -93,6 +93,11 @@ class HostedBackend:
         with self._translated_faults():
             return self.backend.validate(job)
 
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
+        """List the GPU sizes on which the job may run."""
+        with self._translated_faults():
+            return self.backend.gpu_sizes(job)
+
     def writes(self, job: FineTuneJob) -> Sequence[Written]:
         """List the folders that the job writes."""
         with self._translated_faults():

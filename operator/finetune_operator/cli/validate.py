@@ -12,13 +12,14 @@ import typer
 from finetune_operator.api.manifest import Manifest, read_manifests
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.problems import Problem, Severity, errors_of
-from finetune_operator.api.v1alpha1 import FineTuneProfile
+from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneProfile
 from finetune_operator.api.v1alpha1.topology import KUBERNETES
 from finetune_operator.api.validation import check_manifest, job_of, names_backend, with_backend
-from finetune_operator.backends.base import BackendContext
+from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
+from finetune_operator.planner.hardware import expect
 
 
 class OutputFormat(StrEnum):
@@ -113,9 +114,20 @@ def _check(
     else:
         context = BackendContext(manifest.directory, dict(os.environ), profiles=profiles)
         backend = load(name)(context)
-        problems += map(manifest.locate, backend.validate(job))
+        found = backend.validate(job)
+        problems += map(manifest.locate, found)
+        if not errors_of(found) and (problem := _too_large(job, backend)) is not None:
+            problems.append(manifest.locate(problem))
         checked.append(Checked(manifest, job, backend))
     return problems
+
+
+def _too_large(job: FineTuneJob, backend: Backend) -> Problem | None:
+    """Return the problem of a job that fits on none of the GPU sizes that it may run on."""
+    found = expect(job, backend.gpu_sizes(job))
+    if found is None or found.fits is not False or job.spec.training.check_memory is False:
+        return None
+    return Problem("spec.training", found.message.removeprefix("spec.training: "))
 
 
 def _print_text(manifests: Sequence[Manifest], problems: Sequence[Problem]) -> None:

@@ -24,6 +24,7 @@ from finetune_operator.kernel.job_memory import JobMemory
 from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.packed_jobs import size_of, unpack
 from finetune_operator.kube.resources import Object
+from finetune_operator.planner.hardware import expect
 from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
@@ -275,7 +276,21 @@ class JobIndex:
         except FineTuneError as error:
             return unusable(error)
         errors = [problem for problem in problems if problem.severity is Severity.ERROR]
-        return _rejection(errors) if errors else self.plan(view)
+        if errors:
+            return _rejection(errors)
+        plan = self.plan(view)
+        return plan if isinstance(plan, Rejection) else self._expected(view, plan)
+
+    def _expected(self, view: JobView, plan: Plan) -> Plan | Rejection:
+        """Return the plan with its forecast, or refuse a new run that cannot fit."""
+        job, spec = view.job, view.job.spec
+        found = expect(job, self._backends.of(job).gpu_sizes(job))
+        has_checkpoint = spec.take_over or spec.checkpoint.resume_from not in ("auto", "none")
+        is_new = not (job.status.attempt or has_checkpoint)
+        is_checked = spec.training.check_memory is not False
+        if found is not None and found.fits is False and is_checked and is_new:
+            return Rejection(Reason.DOES_NOT_FIT, found.message)
+        return replace(plan, expectation=found)
 
     async def check_inputs(self, view: JobView, plan: Plan) -> Plan | Rejection:
         """Return the plan of a valid job if its inputs exist, else the rejection.

@@ -1,16 +1,18 @@
 """Forecast how a job would run on GPU sizes of Azure, with the memory formula of the trainer.
 
-`ftctl plan` prints the result. Everything is pure; `choose` is the function by which the trainer
-chooses when an attempt starts.
+`ftctl plan` prints the options; the operator refuses a new job that fits on none. Everything is
+pure; `choose` is the function by which the trainer chooses when an attempt starts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.planner.catalogue import GpuSize
-from finetune_operator.planner.plan import make_plan
+from finetune_operator.errors import CatalogueError
+from finetune_operator.planner.catalogue import GpuSize, size_of
+from finetune_operator.planner.models import base_shape_of_job
+from finetune_operator.planner.plan import Expectation, make_plan
 from finetune_operator.planner.speed import Forecast, forecast, tokens_of
 from finetune_operator.planner.train_config import Locations, derive_train_config
 from finetune_trainer.config import TrainConfig
@@ -97,6 +99,73 @@ def options(
     found.sort(key=_rank)
     best = found[0] if found and found[0].is_possible else None
     return [one if one is best or one.lost_by else _beside(one, best) for one in found]
+
+
+def expect(job: FineTuneJob, names: Sequence[str]) -> Expectation | None:
+    """Forecast whether a job fits on any GPU size that job or profile select.
+
+    Args:
+        job: A valid job.
+        names: Names of the sizes; its pods may run on any of them.
+
+    Returns:
+        None for a job without GPUs.
+    """
+    gpus = job.spec.topology.gpus_per_node
+    if not gpus:
+        return None
+    base = base_shape_of_job(job.spec.model)
+    if base is None:
+        text = "the model is not built in; set spec.model.baseName to its name on the hub"
+        return Expectation(None, "ModelUnknown", text)
+    try:
+        sizes = [size_of(name) for name in names]
+    except CatalogueError as error:
+        return Expectation(None, "CapacityUnknown", str(error))
+    if not sizes:
+        text = "neither the job nor its profile selects a GPU size"
+        return Expectation(None, "CapacityUnknown", text)
+    best = options(job, base, sizes, gpus=gpus)[0]
+    if best.config is None:
+        return Expectation(None, "CapacityUnknown", f"{best.size.name} {best.lost_by}")
+    if best.is_refused:
+        if job.spec.training.packing is False and _fits_with_short_rows(job, base, sizes, gpus):
+            text = f"on {best.size.name} the longest row decides{_memory(best)} with maxSeqLength"
+            return Expectation(True, Verdict.TIGHT.value, text)
+        return Expectation(False, "DoesNotFit", _refusal(best))
+    verdict = Verdict.TIGHT if best.fit is None else best.fit.verdict
+    return Expectation(True, verdict.value, f"on {best.size.name}{_memory(best)}")
+
+
+def _fits_with_short_rows(
+    job: FineTuneJob, base: BaseShape, sizes: Sequence[GpuSize], gpus: int
+) -> bool:
+    training = job.spec.training.model_copy(update={"max_seq_length": 1})
+    spec = job.spec.model_copy(update={"training": training})
+    short = job.model_copy(update={"spec": spec})
+    return options(short, base, sizes, gpus=gpus)[0].is_possible
+
+
+def _refusal(option: Option) -> str:
+    fit = option.fit
+    assert fit is not None, "it is refused by its memory"
+    advice = "use more or larger GPUs, or a smaller model"
+    if fit.change is not None:
+        advice = (
+            f"the cheapest change that fits is {fit.change} ({fit.change_bytes / _GIB:.1f} GiB)"
+        )
+    return (
+        f"spec.training: the job does not fit on {option.size.name}: it "
+        f"{_needs(fit, option.size.memory)} per GPU; {advice}; spec.training.checkMemory false "
+        "starts anyway"
+    )
+
+
+def _memory(option: Option) -> str:
+    if option.fit is None:
+        return ""
+    peak, usable = option.fit.peak.nbytes, option.size.memory.usable
+    return f": a step takes {peak / _GIB:.1f} of {usable / _GIB:.1f} GiB per GPU"
 
 
 def _rank(option: Option) -> tuple[int, float, int]:

@@ -32,6 +32,24 @@ _OF_TRAINING = {
     "liger",
 }
 """Fields of `spec.training` that the trainer's choice depends on."""
+_STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+_PRECISIONS = ("bf16", "fp16", "fp32")
+_RECOMPUTATIONS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Forecast whether a job fits on the GPUs that job or profile select.
+
+    Attributes:
+        fits: None if it is unknown.
+        reason: A CamelCase word for the condition Planned.
+        message: A sentence for the condition.
+    """
+
+    fits: bool | None
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class Plan:
         auto: Settings that the trainer chooses, by their names in `AutoConfig`; the values here
             are those with which it begins.
         peak_at_most: Largest peak of the trainer's choice in bytes, after an OutOfMemory.
+        expectation: Forecast of the memory; None on CPUs and before it is computed.
     """
 
     job: FineTuneJob
@@ -64,6 +83,7 @@ class Plan:
     replicas: int = 1
     auto: tuple[str, ...] = ()
     peak_at_most: int | None = None
+    expectation: Expectation | None = None
 
     @property
     def world_size(self) -> int:
@@ -88,10 +108,14 @@ class Plan:
             part.model_dump(mode="json", exclude_defaults=True)
             for part in (spec.model, spec.method, spec.strategy)
         ]
+        settings = spec.backend.kubernetes or spec.backend.azureml
         parts += [
             spec.training.model_dump(mode="json", include=_OF_TRAINING, exclude_defaults=True),
             {"nodes": self.nodes, "processes": self.processes_per_node, "device": self.device},
+            {"size": spec.topology.instance_type, "profile": settings and settings.profile},
         ]
+        if spec.training.packing is False:  # the longest row counts
+            parts.append(spec.dataset.model_dump(mode="json", exclude_defaults=True))
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -164,6 +188,8 @@ def with_choice(plan: Plan, stored: PlanStatus | None) -> Plan:
         return plan
     if not stored.micro_batch_size:
         return replace(plan, peak_at_most=stored.peak_at_most)
+    if not _is_possible(plan, stored):
+        return plan
     chosen = replace(plan, auto=())
     if "strategy" in plan.auto:
         kind = StrategyType(stored.strategy)
@@ -175,16 +201,32 @@ def with_choice(plan: Plan, stored: PlanStatus | None) -> Plan:
         chosen = replace(chosen, micro_batch_size=stored.micro_batch_size)
     if "precision" in plan.auto:
         chosen = replace(chosen, precision=Precision(stored.precision))
-    rows = chosen.gradient_accumulation_steps * chosen.micro_batch_size * chosen.world_size
-    if rows != plan.job.spec.training.global_batch_size:
+    if chosen.job.spec.training.global_batch_size % (chosen.world_size * chosen.micro_batch_size):
         return plan
     others = plan.reasons[1:]  # the first one is about `auto`
     return replace(chosen, reasons=(reason_of_choice(stored), *others))
 
 
+def _is_possible(plan: Plan, stored: PlanStatus) -> bool:
+    """Whether `auto` can have chosen these values for this world; a trainer may report any."""
+    replicas, world = stored.replicas or 1, plan.world_size
+    is_of_world = stored.digest is not None or (
+        stored.micro_batch_size * stored.gradient_accumulation_steps * world
+        == plan.job.spec.training.global_batch_size
+    )
+    return (
+        is_of_world
+        and stored.micro_batch_size > 0
+        and stored.strategy in _STRATEGIES
+        and stored.precision in _PRECISIONS
+        and (stored.activation_checkpointing or "none") in _RECOMPUTATIONS
+        and (replicas == 1 or (stored.strategy == "fsdp" and replicas > 0 == world % replicas))
+    )
+
+
 def reason_of_choice(stored: PlanStatus) -> str:
-    """Return the sentence about a choice of the trainer."""
-    memory = ""
+    """Return the sentence about an earlier choice, of the trainer or of an earlier operator."""
+    memory, chooser = "", "the trainer" if stored.digest else "an earlier version"
     if stored.peak_bytes and stored.usable_bytes:
         peak, usable = stored.peak_bytes / _GIB, stored.usable_bytes / _GIB
         memory = f"; a step takes {peak:.1f} of {usable:.1f} GiB on each GPU"
@@ -192,7 +234,7 @@ def reason_of_choice(stored: PlanStatus) -> str:
     return (
         f"{stored.strategy}{replicas}, activation checkpointing "
         f"{stored.activation_checkpointing or 'none'}, micro-batch {stored.micro_batch_size} and "
-        f"{stored.precision}: chosen by the trainer{memory}"
+        f"{stored.precision}: chosen by {chooser}{memory}"
     )
 
 

@@ -136,7 +136,8 @@ _OF_CHOICE = {"peak_bytes", "usable_bytes", "lower_peak_bytes", "peak_at_most", 
 
 
 def _with_choice_of_trainer(status: FineTuneJobStatus, report: PlanReport) -> FineTuneJobStatus:
-    stored = status.plan or PlanStatus()
+    stored = status.plan
+    assert stored is not None, "the caller has checked it"
     chosen = stored.model_copy(
         update={
             "strategy": report.strategy,
@@ -156,13 +157,18 @@ def _with_choice_of_trainer(status: FineTuneJobStatus, report: PlanReport) -> Fi
 
 
 def lowered(status: FineTuneJobStatus) -> FineTuneJobStatus | None:
-    """Return the status after which the trainer makes a choice with a lower peak.
+    """Return the status after a GPU ran out of memory; None if the next attempt would fail again.
 
-    None if there is no such choice, or after the second one.
+    The trainer then makes a choice with a lower peak, at most twice. It also chooses if the values
+    come from an earlier version, and if the attempt ended before the trainer chose.
     """
     plan = status.plan
-    count = 0 if plan is None else plan.lowered or 0
-    if plan is None or plan.lower_peak_bytes is None or count >= MOST_LOWERED:
+    if plan is None or plan.digest is None:
+        return None
+    if not plan.micro_batch_size:
+        return status
+    count, is_from_trainer = plan.lowered or 0, plan.peak_bytes is not None
+    if count >= MOST_LOWERED or (is_from_trainer and plan.lower_peak_bytes is None):
         return None
     update = {
         "micro_batch_size": 0,
@@ -342,7 +348,7 @@ def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
     Called only when a user runs the job again, never by `decide`. The next attempt has the next
     number, and deadlines count from now.
     """
-    removed = {ConditionType.FAILED, ConditionType.SUSPENDED}
+    removed, plan = {ConditionType.FAILED, ConditionType.SUSPENDED}, status.plan
     conditions: Sequence[Condition] = [c for c in status.conditions if c.type not in removed]
     resumed = Condition(
         type=ConditionType.SUSPENDED,
@@ -354,6 +360,7 @@ def reopen(status: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
         update={
             "conditions": set_condition(conditions, resumed, now),
             "restarts": Restarts(),
+            "plan": plan and plan.model_copy(update={"lowered": None}),
             "completion_time": None,
         }
     )
@@ -405,7 +412,7 @@ def with_progress(
         status = status.model_copy(update={"trackers": runs})
     if report.attempt != status.attempt:
         return status
-    if report.plan is not None:
+    if report.plan is not None and status.plan is not None and status.plan.digest is not None:
         status = _with_choice_of_trainer(status, report.plan)
     own: dict[str, int] = {"last_step": report.step}
     if report.resumed_step is not None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from finetune_operator.api.v1alpha1.status import Condition, FineTuneJobStatus, JobPhase
 from finetune_operator.backends.base import Effect, Obstacle
+from finetune_operator.planner.plan import Expectation
 
 
 class ConditionType(StrEnum):
@@ -18,6 +19,7 @@ class ConditionType(StrEnum):
 
     ACCEPTED = "Accepted"
     ADMITTED = "Admitted"
+    PLANNED = "Planned"
     RESOURCES_READY = "ResourcesReady"
     RUNNING = "Running"
     CHECKPOINT_READY = "CheckpointReady"
@@ -48,6 +50,11 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     DELETING = "Deleting"
     INVALID_SPEC = "InvalidSpec"
+    FITS = "Fits"
+    TIGHT = "Tight"
+    DOES_NOT_FIT = "DoesNotFit"
+    MODEL_UNKNOWN = "ModelUnknown"
+    CAPACITY_UNKNOWN = "CapacityUnknown"
     FOLDER_IN_USE = "FolderInUse"
     BACKEND_NOT_FOUND = "BackendNotFound"
     BACKEND_FAILED = "BackendFailed"
@@ -290,6 +297,23 @@ def set_condition(
             result[index] = new.model_copy(update={"last_transition_time": since})
             return result
     return [*result, new.model_copy(update={"last_transition_time": rfc3339(now)})]
+
+
+def planned(
+    status: FineTuneJobStatus, expectation: Expectation | None, now: datetime, generation: int
+) -> FineTuneJobStatus:
+    """Return the status with the condition Planned, if there is a forecast."""
+    if expectation is None:
+        return status
+    truth = "Unknown" if expectation.fits is None else str(expectation.fits)
+    new = Condition(
+        type=ConditionType.PLANNED,
+        status=truth,
+        reason=expectation.reason,
+        message=expectation.message,
+        observed_generation=generation,
+    )
+    return status.model_copy(update={"conditions": set_condition(status.conditions, new, now)})
 
 
 def _since(old: Condition | None, status: str, now: datetime) -> str:

@@ -14,7 +14,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.lifecycle import RestartAction
 from finetune_operator.api.v1alpha1.status import AttemptStatus, FineTuneJobStatus, NodesStatus
 from finetune_operator.backends.base import AttemptPhase, Observation
-from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.plan import Expectation, Plan
 from finetune_operator.reconcile import attempts, during, failures, suspects
 from finetune_operator.reconcile.conditions import (
     ConditionType,
@@ -25,6 +25,7 @@ from finetune_operator.reconcile.conditions import (
     is_finished,
     is_true,
     parse_rfc3339,
+    planned,
     rfc3339,
     stage_of_start,
     starting,
@@ -231,6 +232,9 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
     status = status.model_copy(update={"nodes": _without_nodes(status)})
     if isinstance(view.plan, Rejection):
         refused = view.plan
+        if refused.reason == Reason.DOES_NOT_FIT:
+            lost = Expectation(False, refused.reason, refused.message)
+            status = planned(status, lost, view.now, view.generation)
         situation = Situation(Stage.REFUSED, refused.reason, refused.message)
         if is_true(status, ConditionType.SUSPENDED):
             text = f"resumed, but the job cannot continue yet: {refused.message}"
@@ -238,6 +242,7 @@ def _between_attempts(view: _View, status: FineTuneJobStatus) -> Decision:
             situation = replace(situation, suspended=text)
         return view.conclude(status, situation, requeue=RECHECK_SECONDS)
     status = attempts.with_plan(status, view.plan)
+    status = planned(status, view.plan.expectation, view.now, view.generation)
     if view.spec.suspend:
         text = _why_suspended(view, status)
         return view.conclude(status, Situation(Stage.SUSPENDED, Reason.SUSPENDED_BY_USER, text))
@@ -294,8 +299,8 @@ def _after_attempt(view: _View, status: FineTuneJobStatus, observation: Observat
         lower = attempts.lowered(status)
         status, recurs = lower or status, lower is None
     message = termination.message
-    if recurs:
-        message += "; auto has no choice that needs less memory"
+    if recurs and status.plan is not None and status.plan.digest is not None:
+        message += "; auto has no other choice that needs less memory"
     policy, failure = view.spec.restart_policy, termination.failure_class
     action = failures.action_for(policy, failure, termination.exit_code, recurs=recurs)
     if action is RestartAction.FAIL:

@@ -32,6 +32,8 @@ from finetune_trainer.config import FailureClass
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = (DOCS / "status.md", DOCS / "reference" / "reasons.md")
+FORECASTS = frozenset({"Fits", "Tight", "DoesNotFit", "ModelUnknown", "CapacityUnknown"})
+"""Reasons of Planned; tests/unit/kernel/test_planned.py causes them."""
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 BEFORE = FineTuneJobStatus()
 
@@ -83,8 +85,8 @@ def test_conditions_and_which_of_them_are_never_false() -> None:
     told = [describe(BEFORE, Situation(stage, "Because", ""), NOW, 1) for stage in Stage]
     false = {one.type for status in told for one in status.conditions if one.status == "False"}
     says = {names(row[0])[0]: row[2] != "never" for row in rows("Conditions")}
-    # Admitted is False by a reason, not by a stage.
-    assert {name for name, is_said in says.items() if is_said} == {*false, "Admitted"}
+    # Admitted and Planned are False by a reason, not by a stage.
+    assert {name for name, is_said in says.items() if is_said} == {*false, "Admitted", "Planned"}
 
 
 def test_reasons() -> None:
@@ -110,8 +112,8 @@ def test_reasons_of_azureml_and_when_they_are_stalled() -> None:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_conditions_can_be_what_a_reason_is_told_with(reason: Reason) -> None:
-    if reason in (Reason.COMMITTED, Reason.RESUMED):
-        return  # told of a checkpoint, and of a job that was suspended before
+    if reason in (Reason.COMMITTED, Reason.RESUMED) or reason in FORECASTS:
+        return  # of a checkpoint, of a job that was suspended before, or of a forecast
     waits = Obstacle(reason, "", Effect.QUEUED) if reason is Reason.QUEUED else None
     situations = (Situation(stage, reason, "", obstacle=waits) for stage in Stage)
     told = [describe(BEFORE, one, NOW, 1) for one in situations]

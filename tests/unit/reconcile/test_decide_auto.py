@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.backends.base import AttemptPhase, Observation
+from finetune_operator.reconcile.attempts import reopen
 from finetune_operator.reconcile.decide import Submit
 from finetune_trainer.config import FailureClass, Phase, PlanReport, Progress, Termination
 from support.reconcile.decisions import Life, running
@@ -68,15 +69,58 @@ def test_an_out_of_memory_lowers_the_choice_twice_and_then_fails_the_job() -> No
     assert life.end(out_of_memory(2, plan=plan_of(50, 40))) == (Submit(3),)
     assert life.end(out_of_memory(3, plan=plan_of(40, 30))) == ()
     assert life.condition("Failed") == ("True", "OutOfMemory")
-    assert "auto has no choice that needs less memory" in life.said("Failed")
+    assert "auto has no other choice that needs less memory" in life.said("Failed")
     assert life.status.restarts.counted == 2
 
 
-@pytest.mark.parametrize("plan", [None, plan_of(60, None)], ids=["all explicit", "lowest peak"])
-def test_without_a_lower_choice_the_job_fails_at_once(plan: PlanReport | None) -> None:
+def test_without_a_lower_choice_the_job_fails_at_once() -> None:
     life = gpu_life(restartPolicy={"maxRestarts": 5})
-    life.end(out_of_memory(1, plan=plan))
+    life.end(out_of_memory(1, plan=plan_of(60, None)))
     assert life.condition("Failed") == ("True", "OutOfMemory")
+
+
+def test_a_job_without_auto_fails_at_once() -> None:
+    explicit = {"type": "ddp", "activationCheckpointing": "none"}
+    training = {"globalBatchSize": 32, "microBatchSize": 2, "precision": "bf16"}
+    life = Life(topology=GPUS, training=training, strategy=explicit)
+    life.see()
+    life.end(out_of_memory(1))
+    assert life.condition("Failed") == ("True", "OutOfMemory")
+    assert "auto" not in life.said("Failed")
+
+
+def test_an_out_of_memory_before_the_choice_restarts_the_job() -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    assert life.end(out_of_memory(1)) == (Submit(2),)
+    assert life.status.plan.lowered is None
+
+
+def test_a_job_that_is_run_again_may_be_lowered_again() -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    for number, peak in enumerate((60, 50, 40), start=1):
+        life.end(out_of_memory(number, plan=plan_of(peak, peak - 10)))
+    assert life.condition("Failed")[0] == "True"
+    status = reopen(life.status, life.now)
+    life.job = life.job.model_copy(update={"status": status})
+    assert life.end(None) == (Submit(4),)
+    assert life.end(out_of_memory(4, plan=plan_of(40, 30))) == (Submit(5),)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"precision": "fp64"}, id="no precision of the API"),
+        pytest.param({"replicas": 3, "strategy": "fsdp"}, id="replicas of another world"),
+        pytest.param({"replicas": 2}, id="replicas of ddp"),
+        pytest.param({"micro_batch_size": 5}, id="no divisor of the batch"),
+    ],
+)
+def test_a_choice_that_auto_cannot_make_is_not_repeated(values: dict[str, Any]) -> None:
+    life = gpu_life(restartPolicy={"maxRestarts": 5})
+    report = plan_of(60, 50).model_copy(update=values)
+    life.see(running(attempt=1, plan=report))
+    assert life.end(out_of_memory(1, is_gpu=False, plan=report)) == (Submit(2),)
+    assert life.status.plan.strategy == "auto"
 
 
 def test_a_rule_of_the_user_restarts_what_cannot_be_lowered() -> None:

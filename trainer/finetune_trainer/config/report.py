@@ -109,11 +109,11 @@ class PlanReport(ContractModel):
     micro_batch_size: Annotated[int, Field(ge=1, le=2**31)]
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=2**31)]
     precision: Literal["bf16", "fp16", "fp32", "fp64"]
-    peak_bytes: Count | None = Field(
+    peak_bytes: Annotated[Count, Field(ge=1)] | None = Field(
         None, description="Tensors of a step on each rank by the formula; null if not known."
     )
     usable_bytes: Count = Field(description="Memory of the rank that has the least.")
-    lower_peak_bytes: Count | None = Field(
+    lower_peak_bytes: Annotated[Count, Field(ge=1)] | None = Field(
         None, description="Peak of the next choice after an OutOfMemory; null if there is none."
     )
 

@@ -15,7 +15,7 @@ from finetune_trainer.memory.check_host import HostMemory, check_host_memory
 from finetune_trainer.memory.host import free_host_memory
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.unsharded import choose_unsharded
-from finetune_trainer.model.families import needs_single_rows
+from finetune_trainer.model.families import can_be_sharded, needs_single_rows
 from finetune_trainer.model.load import load_settings
 from finetune_trainer.model.stored_quantization import stored_kind
 from finetune_trainer.refusals import Refusals
@@ -85,7 +85,7 @@ def resolve_by_memory(
             Sizing(base, row_tokens),
             hardware,
             needs_single_rows=needs_single_rows(config, settings),
-            can_shard=stored_kind(settings) not in ("nf4", "int8"),
+            can_shard=can_be_sharded(settings) and stored_kind(settings) not in ("nf4", "int8"),
         )
         _warn_of_less(choice, hardware, warn)
         config, report = choice.config, _report(choice, usable)

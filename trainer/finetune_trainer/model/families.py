@@ -190,6 +190,11 @@ def _refuse_rotary(config: TrainConfig, text: "PretrainedConfig") -> None:
             )
 
 
+def can_be_sharded(settings: "PretrainedConfig") -> bool:
+    """Whether FSDP finds the layers of the model, which its class names."""
+    return bool(getattr(_class_of(settings), "_no_split_modules", None))
+
+
 def needs_single_rows(config: TrainConfig, settings: "PretrainedConfig") -> bool:
     """Whether a row would depend on the others of its micro-batch, packed or not."""
     text = settings.get_text_config()

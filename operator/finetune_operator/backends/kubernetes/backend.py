@@ -81,6 +81,14 @@ class KubernetesBackend(Backend):
             return [*found, error.problem(FIELD)]
         return [*found, *pod_checks.forbidden(job, profile)]
 
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
+        """List the size of the job, or else the sizes of its profile."""
+        try:
+            profile = self._profiles.of(job)
+        except ProfileError:
+            return super().gpu_sizes(job)
+        return super().gpu_sizes(job) or profile.spec.nodes.instance_types
+
     async def close(self) -> None:
         """Cancel open requests to pods."""
         if self._attempts is not None:
