@@ -92,10 +92,9 @@ def options(
         gpus: GPUs per node; all GPUs of each size by default.
         tokens: Tokens of the whole training; by default computed from `maxSteps` with packing.
     """
-    found = [
-        _option(job, base, size, nodes or job.spec.topology.nodes, gpus or size.gpus, tokens)
-        for size in sizes
-    ]
+    sizing = Sizing(base, job.spec.training.max_seq_length)
+    nodes = nodes or job.spec.topology.nodes
+    found = [_option(job, sizing, size, nodes, gpus or size.gpus, tokens) for size in sizes]
     found.sort(key=_rank)
     best = found[0] if found and found[0].is_possible else None
     return [one if one is best or one.lost_by else _beside(one, best) for one in found]
@@ -177,7 +176,7 @@ def _rank(option: Option) -> tuple[int, float, int]:
 
 
 def _option(
-    job: FineTuneJob, base: BaseShape, size: GpuSize, nodes: int, gpus: int, tokens: int | None
+    job: FineTuneJob, sizing: Sizing, size: GpuSize, nodes: int, gpus: int, tokens: int | None
 ) -> Option:
     def without(reason: str) -> Option:
         return Option(size, nodes, None, None, None, reason)
@@ -190,7 +189,7 @@ def _option(
         config = _config_on(job, nodes, gpus)
     except InvalidJobError as error:
         return without(str(error))
-    gpu, sizing = size.memory, Sizing(base, job.spec.training.max_seq_length)
+    gpu = size.memory
     if config.auto is not None:
         config = choose(config, sizing, Hardware(gpu, has_nvlink=size.has_nvlink)).config
     if config.training.precision == "bf16" and gpu.capability < _BF16_FROM:

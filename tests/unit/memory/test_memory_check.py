@@ -4,14 +4,18 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from finetune_trainer.config import TrainConfig
+from finetune_trainer.config import AutoConfig, TrainConfig
 from finetune_trainer.errors import ConfigError
+from finetune_trainer.gpu import has_nvlink
+from finetune_trainer.memory import resolve
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.check_host import HostMemory
 from finetune_trainer.memory.read_base import read_base_of
@@ -139,6 +143,52 @@ def test_a_tight_configuration_starts_on_a_gpu_with_one_warning(
     assert resolved.config.strategy == config.strategy
     assert resolved.report is None
     assert ["may not be enough" in one for one in warnings] == [True]
+
+
+def test_auto_is_chosen_by_the_total_memory_of_a_gpu_and_its_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, warnings, free = World(0, 0, 1, torch.device("cuda", 0)), list[str](), [31, 30, 2]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free.pop(0) * GIB, 32 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(resolve, "has_nvlink", lambda _: False)
+    plain = config_of(tmp_path, data={"max_seq_len": ROW})
+    auto = AutoConfig(settings=("activationCheckpointing", "precision"))
+    config = plain.model_copy(update={"auto": auto})
+    resolved = partial(
+        resolve_by_memory,
+        base=read_base_if_needed(config, gpu),
+        row_tokens=ROW,
+        refusals=STRICT,
+        warn=warnings.append,
+        host=lambda: HostMemory(free=512 * GIB, total=512 * GIB),
+    )
+    first, again = resolved(config, gpu), resolved(config, gpu)
+    assert first == again
+    assert first.report is not None
+    assert (first.report.precision, first.report.usable_bytes) == ("fp16", 32 * GIB)
+    assert first.config.auto is None
+    assert warnings == []
+    with pytest.raises(ConfigError, match=r"2\.0 GiB are free"):
+        resolved(config, gpu)
+
+
+def test_nvlink_has_to_connect_a_gpu_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that pairs which are bridged, as in NC96ads_A100_v4, do not count."""
+    pairs = {frozenset(pair) for pair in ("01", "23")}
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid[-1])
+    monkeypatch.setattr(
+        pynvml,
+        "nvmlDeviceGetP2PStatus",
+        lambda one, two, index: 0 if frozenset((one, two)) in pairs else 1,
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    described = {index: SimpleNamespace(uuid=f"uuid-{index}") for index in range(4)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", described.get)
+    assert not has_nvlink(torch.device("cuda", 0))
+    pairs |= {frozenset(("0", other)) for other in "23"}
+    assert has_nvlink(torch.device("cuda", 0))
 
 
 def test_a_run_with_a_checkpoint_and_a_tight_one_start_with_a_warning(tmp_path: Path) -> None:

@@ -115,6 +115,26 @@ def test_a_job_whose_profile_is_missing_waits_for_it(place: Place) -> None:
     place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, missing))
 
 
+def test_a_job_that_fits_on_no_gpu_of_its_profile_has_no_child_until_it_fits(place: Place) -> None:
+    small = f"{place.profile}-t4"
+    place.put_profile(small, nodes={"instanceTypes": ["Standard_NC16as_T4_v3"]})
+    place.apply(
+        "heavy",
+        backend={"type": "kubernetes", "kubernetes": {"profile": small}},
+        model={"source": "hf://meta-llama/Llama-3.1-70B"},
+        method={"type": "lora"},
+        topology={"gpusPerNode": 1, "processesPerNode": None},
+    )
+    found = place.refusal("heavy", "Planned")
+    assert found["reason"] == "DoesNotFit"
+    assert "does not fit on Standard_NC16as_T4_v3" in found["message"]
+    assert place.api.get(JOBS, place.namespace, "heavy-1") is None
+    place.put_profile(small, nodes={"instanceTypes": ["Standard_ND96isr_H200_v5"]})
+    place.created("heavy")
+    assert condition(place.api.job(place.namespace, "heavy"), "Planned")["status"] == "True"
+    place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, small))
+
+
 def test_more_nodes_than_the_profile_allows_are_refused_until_it_allows_them(place: Place) -> None:
     place.apply("large", topology__nodes=5, training__globalBatchSize=5)
     assert place.refusal("large")["message"] == (
