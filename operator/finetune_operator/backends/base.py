@@ -19,6 +19,7 @@ from finetune_operator.api.v1alpha1.job import FineTuneJob, FineTuneJobSpec
 from finetune_operator.api.v1alpha1.profile import FineTuneProfile
 from finetune_operator.kube.cache import Key
 from finetune_operator.kube.watch import Watch
+from finetune_operator.planner.catalogue import GpuSize, size_of
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import FailureClass, Progress, Termination
 
@@ -344,10 +345,14 @@ class Backend(ABC):
     def validate(self, job: FineTuneJob) -> Sequence[Problem]:
         """List features of the job that this backend lacks; files of the job are not opened."""
 
-    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
-        """List the GPU sizes on which the job may run; empty if they are not known."""
-        size = job.spec.topology.instance_type
-        return () if size is None else (size,)
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[GpuSize]:
+        """List the GPU sizes on which the job may run; empty if they are not known.
+
+        Raises:
+            CatalogueError: A size is unknown or retired.
+        """
+        name = job.spec.topology.instance_type
+        return () if name is None else (size_of(name),)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List problems of the job's inputs: missing files, folders that cannot be written.

@@ -28,6 +28,7 @@ from finetune_operator.backends.threads import BlockingCalls, within
 from finetune_operator.errors import BrokenBackendError, FineTuneError, TransientError
 from finetune_operator.kube.api_errors import NotLeadingError
 from finetune_operator.kube.cache import Key
+from finetune_operator.planner.catalogue import GpuSize
 from finetune_operator.planner.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class HostedBackend:
         with self._translated_faults():
             return self.backend.validate(job)
 
-    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[GpuSize]:
         """List the GPU sizes on which the job may run."""
         with self._translated_faults():
             return self.backend.gpu_sizes(job)

@@ -54,7 +54,11 @@ def plan(
     """
     target = open_target(file, profile=profile)
     job = target.job
-    own = _own_sizes(target) if on is None else [size_of(name.strip()) for name in on.split(",")]
+    own = (
+        target.backend.gpu_sizes(job)
+        if on is None
+        else [size_of(name.strip()) for name in on.split(",")]
+    )
     offered = [_with_price(size, prices) for size in own or sizes()]
     base = base_shape_of_job(job.spec.model) or _read_base(target)
     gpus = (job.spec.topology.gpus_per_node or None) if own else None
@@ -65,16 +69,6 @@ def plan(
         print("\n".join(_text(job, found, has_tokens=tokens is not None)))
     if not found[0].is_possible:
         raise typer.Exit(1)
-
-
-def _own_sizes(target: Target) -> list[GpuSize]:
-    """Return the sizes that job or profile select; empty if they select none."""
-    spec = target.job.spec
-    if spec.topology.instance_type:
-        return [size_of(spec.topology.instance_type)]
-    settings = spec.backend.kubernetes or spec.backend.azureml
-    profile = target.context.profiles.get(settings.profile) if settings else None
-    return [] if profile is None else [size_of(name) for name in profile.spec.nodes.instance_types]
 
 
 def _with_price(size: GpuSize, prices: Path | None) -> GpuSize:

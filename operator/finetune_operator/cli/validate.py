@@ -124,7 +124,7 @@ def _check(
 
 def _too_large(job: FineTuneJob, backend: Backend) -> Problem | None:
     """Return the problem of a job that fits on none of the GPU sizes that it may run on."""
-    found = expect(job, backend.gpu_sizes(job))
+    found = expect(job, backend.gpu_sizes)
     if found is None or found.fits is not False or job.spec.training.check_memory is False:
         return None
     return Problem("spec.training", found.message.removeprefix("spec.training: "))

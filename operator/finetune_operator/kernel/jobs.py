@@ -284,7 +284,7 @@ class JobIndex:
     def _expected(self, view: JobView, plan: Plan) -> Plan | Rejection:
         """Return the plan with its forecast, or refuse a new run that cannot fit."""
         job, spec = view.job, view.job.spec
-        found = expect(job, self._backends.of(job).gpu_sizes(job))
+        found = expect(job, self._backends.of(job).gpu_sizes)
         has_checkpoint = spec.take_over or spec.checkpoint.resume_from not in ("auto", "none")
         is_new = not (job.status.attempt or has_checkpoint)
         is_checked = spec.training.check_memory is not False

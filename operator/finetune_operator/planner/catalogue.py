@@ -21,6 +21,7 @@ from finetune_trainer.sizing.fit import Gpu
 
 _PREFIX = "Standard_"
 _GIB = 2**30
+_MOST_GPUS = 64  # per node, as in `topology.gpusPerNode`
 _PRICE_COLUMNS = ("size", "usd_per_hour", "date")
 
 
@@ -110,6 +111,23 @@ def size_of(name: str) -> GpuSize:
             f"use {_PREFIX}{row['successor']}"
         )
     return _size(row)
+
+
+def size_with(memory_gib: float) -> GpuSize:
+    """Return a stand-in for GPUs that are not in the catalogue; only their memory is known."""
+    return GpuSize(
+        name=f"GPUs of {memory_gib:g} GiB",
+        gpu="GPU",
+        gpus=_MOST_GPUS,
+        usable_gib=memory_gib,
+        capability=(8, 0),
+        nvlink_gb_per_second=0.0,
+        rdma_gbps=0.0,
+        ethernet_gbps=0.0,
+        host_gib=0.0,
+        half_precision_tflops=0.0,
+        price=None,
+    )
 
 
 def read_prices(path: Path) -> dict[str, Price]:

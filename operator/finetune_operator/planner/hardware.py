@@ -4,13 +4,13 @@
 pure; `choose` is the function by which the trainer chooses when an attempt starts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1.job import FineTuneJob
 from finetune_operator.errors import CatalogueError
-from finetune_operator.planner.catalogue import GpuSize, size_of
+from finetune_operator.planner.catalogue import GpuSize
 from finetune_operator.planner.models import base_shape_of_job
 from finetune_operator.planner.plan import Expectation, make_plan
 from finetune_operator.planner.speed import Forecast, forecast, tokens_of
@@ -20,6 +20,7 @@ from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.choose import Hardware, choose
 from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
 
+SizesOf = Callable[[FineTuneJob], Sequence[GpuSize]]
 _GIB = 2**30
 _BF16_FROM = (8, 0)
 NOWHERE = Locations(str, "run", "checkpoints", "output", "cache", "termination", trackers=())
@@ -100,12 +101,12 @@ def options(
     return [one if one is best or one.lost_by else _beside(one, best) for one in found]
 
 
-def expect(job: FineTuneJob, names: Sequence[str]) -> Expectation | None:
+def expect(job: FineTuneJob, sizes_of: SizesOf) -> Expectation | None:
     """Forecast whether a job fits on any GPU size that job or profile select.
 
     Args:
         job: A valid job.
-        names: Names of the sizes; its pods may run on any of them.
+        sizes_of: Returns the sizes on which the pods of a job may run.
 
     Returns:
         None for a job without GPUs.
@@ -118,11 +119,11 @@ def expect(job: FineTuneJob, names: Sequence[str]) -> Expectation | None:
         text = "the model is not built in; set spec.model.baseName to its name on the hub"
         return Expectation(None, "ModelUnknown", text)
     try:
-        sizes = [size_of(name) for name in names]
+        sizes = sizes_of(job)
     except CatalogueError as error:
         return Expectation(None, "CapacityUnknown", str(error))
     if not sizes:
-        text = "neither the job nor its profile selects a GPU size"
+        text = "neither the job nor its profile selects a GPU size, or states the memory of a GPU"
         return Expectation(None, "CapacityUnknown", text)
     best = options(job, base, sizes, gpus=gpus)[0]
     if best.config is None:
@@ -197,7 +198,9 @@ def _option(
     fit = sizing.fit(config, gpu) if sizing.has_layers else None
     if fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT:
         return Option(size, nodes, config, fit, None, _needs(fit, gpu))
-    speed = forecast(sizing.shape(config), config, size, tokens or tokens_of(config))
+    speed = None
+    if size.half_precision_tflops:
+        speed = forecast(sizing.shape(config), config, size, tokens or tokens_of(config))
     return Option(size, nodes, config, fit, speed, "")
 
 

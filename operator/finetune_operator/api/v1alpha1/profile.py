@@ -61,6 +61,11 @@ class NodeSettings(ApiModel):
     """Names of AKS node pools; empty means any."""
     instance_types: Annotated[list[Name], Field(max_length=64)] = Field([])
     """VM sizes; a job may select a size of this list. Empty means any."""
+    gpu_memory_gib: Annotated[float, Field(ge=1, le=4096)] | None = Field(
+        None, alias="gpuMemoryGiB"
+    )
+    """Memory of each GPU in GiB, for the forecast whether a job fits; only without instanceTypes,
+    whose memory is known."""
     selector: Annotated[dict[str, LabelValue], Field(max_length=64)] = Field({})
     """Labels that a node must have, in addition to kubernetes.io/os: linux."""
     tolerations: Annotated[list[Toleration], Field(max_length=64)] = Field([])
@@ -73,6 +78,14 @@ class NodeSettings(ApiModel):
     """Time after which a node that does not respond counts as lost, if the attempt makes no
     progress and its folders are shared by all nodes. The next attempt then starts on other nodes.
     Absent means 60."""
+
+    cel_rules = (
+        Rule(
+            "!has(self.gpuMemoryGiB) || self.instanceTypes.size() == 0",
+            "has no effect with instanceTypes, whose GPUs are known; remove it",
+            field="gpuMemoryGiB",
+        ),
+    )
 
 
 class RdmaResource(ApiModel):

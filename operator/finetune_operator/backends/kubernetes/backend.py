@@ -32,6 +32,7 @@ from finetune_operator.backends.kubernetes.written import written
 from finetune_operator.backends.profiles import ProfileError, profile_to_render
 from finetune_operator.errors import BackendError
 from finetune_operator.kube.watch import Watch
+from finetune_operator.planner.catalogue import GpuSize, size_of, size_with
 from finetune_operator.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -81,13 +82,17 @@ class KubernetesBackend(Backend):
             return [*found, error.problem(FIELD)]
         return [*found, *pod_checks.forbidden(job, profile)]
 
-    def gpu_sizes(self, job: FineTuneJob) -> Sequence[str]:
-        """List the size of the job, or else the sizes of its profile."""
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[GpuSize]:
+        """List the size of the job, or else the sizes of its profile or the memory of its GPUs."""
+        if own := super().gpu_sizes(job):
+            return own
         try:
-            profile = self._profiles.of(job)
+            nodes = self._profiles.of(job).spec.nodes
         except ProfileError:
-            return super().gpu_sizes(job)
-        return super().gpu_sizes(job) or profile.spec.nodes.instance_types
+            return ()
+        if nodes.gpu_memory_gib is not None:
+            return (size_with(nodes.gpu_memory_gib),)
+        return [size_of(name) for name in nodes.instance_types]
 
     async def close(self) -> None:
         """Cancel open requests to pods."""

@@ -129,7 +129,7 @@ def test_a_job_that_fits_on_no_gpu_of_its_profile_has_no_child_until_it_fits(pla
     assert found["reason"] == "DoesNotFit"
     assert "does not fit on Standard_NC16as_T4_v3" in found["message"]
     assert place.api.get(JOBS, place.namespace, "heavy-1") is None
-    place.put_profile(small, nodes={"instanceTypes": ["Standard_ND96isr_H200_v5"]})
+    place.put_profile(small, nodes={"instanceTypes": [], "gpuMemoryGiB": 180})
     place.created("heavy")
     assert condition(place.api.job(place.namespace, "heavy"), "Planned")["status"] == "True"
     place.api.run(place.api.client.delete(FINE_TUNE_PROFILES, small))
