@@ -7,14 +7,13 @@ module with the release after the next one.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 
 from finetune_operator.api.v1alpha1 import FineTuneJob, FineTuneJobStatus
 from finetune_operator.backends.base import Attempt, Found
 from finetune_operator.backends.instances import Backends
 from finetune_operator.kernel.jobs import JobIndex, JobView
-from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.plan import Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import describe, starting
 
@@ -62,8 +61,9 @@ def _with_first_attempt(
     job: FineTuneJob, found: Found, now: datetime, plan: Plan | None
 ) -> FineTuneJobStatus:
     since = found.since or now
-    # 0.1.0 has chosen all settings itself.
-    status = attempts.with_plan(job.status, replace(plan, auto=())) if plan else job.status
+    status = job.status
+    if plan is not None:
+        status = attempts.with_plan(status, make_plan(job, leaves_open=False))
     status = attempts.open_next(status, since)
     # The attempt runs the first spec, because 0.1.0 wrote the status after each change of the spec.
     has_queue = bool(job.spec.queue)

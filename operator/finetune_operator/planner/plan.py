@@ -120,15 +120,19 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def make_plan(job: FineTuneJob) -> Plan:
+def make_plan(job: FineTuneJob, *, leaves_open: bool = True) -> Plan:
     """Choose the settings that the job leaves open.
+
+    Args:
+        job: The job.
+        leaves_open: Whether the trainer may choose; 0.1.0 has chosen all settings itself.
 
     Raises:
         InvalidJobError: No choice satisfies the job.
     """
     spec, reasons = job.spec, list[str]()
     device = "cuda" if spec.topology.gpus_per_node else "cpu"
-    auto = _left_to_the_trainer(job) if device == "cuda" else ()
+    auto = _left_to_the_trainer(job) if device == "cuda" and leaves_open else ()
     if auto:
         reasons.append(
             f"{', '.join(auto)}: left to the trainer, which chooses by the memory of the GPUs when "

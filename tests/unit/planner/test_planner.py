@@ -155,3 +155,10 @@ def test_an_explicit_value_takes_precedence_over_an_earlier_choice():
     chosen = with_choice(asked, CHOICE.model_copy(update={"digest": asked.digest}))
     assert chosen.micro_batch_size == 8
     assert chosen.strategy is StrategyType.FSDP
+
+
+def test_a_plan_of_an_attempt_of_0_1_0_leaves_no_setting_open():
+    training = {"globalBatchSize": 32, "packing": False}
+    plan = make_plan(job(topology=GPUS, training=training), leaves_open=False)
+    assert (plan.auto, plan.strategy, plan.precision) == ((), StrategyType.DDP, Precision.BF16)
+    assert plan.micro_batch_size == 8
