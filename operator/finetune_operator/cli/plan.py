@@ -165,7 +165,11 @@ def _table(found: list[Option]) -> list[str]:
 
 
 def _band(band: Band | None) -> str:
-    return "" if band is None else f"{band.low:.2g}-{band.high:.2g}"
+    return "" if band is None else f"{_number(band.low)}-{_number(band.high)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _as_json(option: Option) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def _option(
     if size.unsupported:
         return without(size.unsupported)
     if gpus > size.gpus:
-        return without(f"has {size.gpus} of {gpus} GPUs per node")
+        return without(f"has {size.gpus} of the job's {gpus} GPUs per node")
     try:
         config = _config_on(job, nodes, gpus)
     except InvalidJobError as error:
