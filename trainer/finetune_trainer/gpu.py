@@ -95,7 +95,7 @@ def has_nvlink(device: torch.device) -> bool:
     others = [index for index in range(torch.cuda.device_count()) if index != own]
     try:
         nv.nvmlInit()
-        return all(
+        return bool(others) and all(
             nv.nvmlDeviceGetP2PStatus(handle(own), handle(one), nv.NVML_P2P_CAPS_INDEX_NVLINK)
             == nv.NVML_P2P_STATUS_OK
             for one in others

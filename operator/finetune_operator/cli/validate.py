@@ -19,6 +19,7 @@ from finetune_operator.backends.base import Backend, BackendContext
 from finetune_operator.backends.registry import available, load
 from finetune_operator.cli.shared_folders import Checked, shared_folders
 from finetune_operator.cli.target import known_profiles
+from finetune_operator.errors import CatalogueError
 from finetune_operator.planner.hardware import expect
 
 
@@ -124,7 +125,10 @@ def _check(
 
 def _too_large(job: FineTuneJob, backend: Backend) -> Problem | None:
     """Return the problem of a job that fits on none of the GPU sizes that it may run on."""
-    found = expect(job, backend.gpu_sizes)
+    try:
+        found = expect(job, backend.gpu_sizes(job))
+    except CatalogueError:
+        return None  # an unknown size is no problem of the job
     if found is None or found.fits is not False or job.spec.training.check_memory is False:
         return None
     return Problem("spec.training", found.message.removeprefix("spec.training: "))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from finetune_operator.backends.base import Handle, Obstacle
-from finetune_operator.planner.plan import Plan
+from finetune_operator.planner.catalogue import GpuSize
+from finetune_operator.planner.plan import Expectation, Plan
 from finetune_operator.reconcile.decide import PATIENCE_SECONDS, Rejection
 
 Reasons = tuple[tuple[str, str], ...]
@@ -47,6 +48,7 @@ class JobMemory:
     Attributes:
         submitted: Number and handle of an attempt whose handle the status does not have yet.
         plan: Generation of the spec, and its plan.
+        expectation: Generation of the spec with the GPU sizes, and the forecast.
         reported_at: Time of the last write of a status with these reasons, for the newest few.
         observing: Failures to observe the attempt.
         acting: Failures to create, cancel or collect the attempt.
@@ -57,6 +59,7 @@ class JobMemory:
 
     submitted: tuple[int, Handle] | None = None
     plan: tuple[int, Plan | Rejection] | None = None
+    expectation: tuple[tuple[int, tuple[GpuSize, ...]], Expectation | None] | None = None
     reported_at: dict[Reasons, datetime] = field(default_factory=dict)
     observing: FailureStreak = field(default_factory=FailureStreak)
     acting: FailureStreak = field(default_factory=FailureStreak)

@@ -25,7 +25,7 @@ from finetune_operator.kube.cache import Key, key_of
 from finetune_operator.kube.packed_jobs import size_of, unpack
 from finetune_operator.kube.resources import Object
 from finetune_operator.planner.hardware import expect
-from finetune_operator.planner.plan import Plan, make_plan
+from finetune_operator.planner.plan import Expectation, Plan, make_plan
 from finetune_operator.reconcile import attempts
 from finetune_operator.reconcile.conditions import ConditionType, Reason, is_finished, is_true
 from finetune_operator.reconcile.decide import Rejection
@@ -284,13 +284,27 @@ class JobIndex:
     def _expected(self, view: JobView, plan: Plan) -> Plan | Rejection:
         """Return the plan with its forecast, or refuse a new run that cannot fit."""
         job, spec = view.job, view.job.spec
-        found = expect(job, self._backends.of(job).gpu_sizes)
+        found = self._expectation(view)
         has_checkpoint = spec.take_over or spec.checkpoint.resume_from not in ("auto", "none")
         is_new = not (job.status.attempt or has_checkpoint)
         is_checked = spec.training.check_memory is not False
         if found is not None and found.fits is False and is_checked and is_new:
             return Rejection(Reason.DOES_NOT_FIT, found.message)
         return replace(plan, expectation=found)
+
+    def _expectation(self, view: JobView) -> Expectation | None:
+        """Return the forecast, computed once for each spec and its GPU sizes."""
+        job = view.job
+        if not job.spec.topology.gpus_per_node:
+            return None
+        try:
+            sizes = tuple(self._backends.of(job).gpu_sizes(job))
+        except FineTuneError as error:
+            return Expectation(None, Reason.CAPACITY_UNKNOWN, str(error))
+        key = (job.metadata.generation, sizes)
+        if view.memory.expectation is None or view.memory.expectation[0] != key:
+            view.memory.expectation = (key, expect(job, sizes))
+        return view.memory.expectation[1]
 
     async def check_inputs(self, view: JobView, plan: Plan) -> Plan | Rejection:
         """Return the plan of a valid job if its inputs exist, else the rejection.

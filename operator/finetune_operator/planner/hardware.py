@@ -4,12 +4,11 @@
 pure; `choose` is the function by which the trainer chooses when an attempt starts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_operator.api.problems import InvalidJobError
 from finetune_operator.api.v1alpha1.job import FineTuneJob
-from finetune_operator.errors import CatalogueError
 from finetune_operator.planner.catalogue import GpuSize
 from finetune_operator.planner.models import base_shape_of_job
 from finetune_operator.planner.plan import Expectation, make_plan
@@ -20,7 +19,7 @@ from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.choose import Hardware, choose
 from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
 
-SizesOf = Callable[[FineTuneJob], Sequence[GpuSize]]
+_SHORTEST_ROW = 8  # tokens, as in `training.maxSeqLength`
 _GIB = 2**30
 _BF16_FROM = (8, 0)
 NOWHERE = Locations(str, "run", "checkpoints", "output", "cache", "termination", trackers=())
@@ -101,12 +100,12 @@ def options(
     return [one if one is best or one.lost_by else _beside(one, best) for one in found]
 
 
-def expect(job: FineTuneJob, sizes_of: SizesOf) -> Expectation | None:
+def expect(job: FineTuneJob, sizes: Sequence[GpuSize]) -> Expectation | None:
     """Forecast whether a job fits on any GPU size that job or profile select.
 
     Args:
         job: A valid job.
-        sizes_of: Returns the sizes on which the pods of a job may run.
+        sizes: Sizes on which its pods may run; empty if they are not known.
 
     Returns:
         None for a job without GPUs.
@@ -118,18 +117,20 @@ def expect(job: FineTuneJob, sizes_of: SizesOf) -> Expectation | None:
     if base is None:
         text = "the model is not built in; set spec.model.baseName to its name on the hub"
         return Expectation(None, "ModelUnknown", text)
-    try:
-        sizes = sizes_of(job)
-    except CatalogueError as error:
-        return Expectation(None, "CapacityUnknown", str(error))
     if not sizes:
         text = "neither the job nor its profile selects a GPU size, or states the memory of a GPU"
         return Expectation(None, "CapacityUnknown", text)
+    different = {(one.memory, one.has_nvlink, one.gpus, one.unsupported): one for one in sizes}
+    sizes = list(different.values())
     best = options(job, base, sizes, gpus=gpus)[0]
     if best.config is None:
         return Expectation(None, "CapacityUnknown", f"{best.size.name} {best.lost_by}")
+    if best.is_refused and (others := [one.name for one in sizes if one.unsupported]):
+        text = f"it does not fit on {best.size.name}, and {others[0]} needs an image of your own"
+        return Expectation(None, "CapacityUnknown", text)
     if best.is_refused:
-        if job.spec.training.packing is False and _fits_with_short_rows(job, base, sizes, gpus):
+        # The model may not support packing.
+        if job.spec.training.packing is not True and _fits_with_short_rows(job, base, sizes, gpus):
             text = f"on {best.size.name} the longest row decides{_memory(best)} with maxSeqLength"
             return Expectation(True, Verdict.TIGHT.value, text)
         return Expectation(False, "DoesNotFit", _refusal(best))
@@ -140,7 +141,7 @@ def expect(job: FineTuneJob, sizes_of: SizesOf) -> Expectation | None:
 def _fits_with_short_rows(
     job: FineTuneJob, base: BaseShape, sizes: Sequence[GpuSize], gpus: int
 ) -> bool:
-    training = job.spec.training.model_copy(update={"max_seq_length": 1})
+    training = job.spec.training.model_copy(update={"max_seq_length": _SHORTEST_ROW})
     spec = job.spec.model_copy(update={"training": training})
     short = job.model_copy(update={"spec": spec})
     return options(short, base, sizes, gpus=gpus)[0].is_possible

@@ -114,7 +114,7 @@ class Plan:
             {"nodes": self.nodes, "processes": self.processes_per_node, "device": self.device},
             {"size": spec.topology.instance_type, "profile": settings and settings.profile},
         ]
-        if spec.training.packing is False:  # the longest row counts
+        if spec.training.packing is not True:  # the longest row may count
             parts.append(spec.dataset.model_dump(mode="json", exclude_defaults=True))
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -230,7 +230,7 @@ def _is_possible(plan: Plan, stored: PlanStatus) -> bool:
 
 def reason_of_choice(stored: PlanStatus) -> str:
     """Return the sentence about an earlier choice, of the trainer or of an earlier operator."""
-    memory, chooser = "", "the trainer" if stored.digest else "an earlier version"
+    memory, chooser = "", "the trainer" if stored.usable_bytes else "an earlier version"
     if stored.peak_bytes and stored.usable_bytes:
         peak, usable = stored.peak_bytes / _GIB, stored.usable_bytes / _GIB
         memory = f"; a step takes {peak:.1f} of {usable:.1f} GiB on each GPU"

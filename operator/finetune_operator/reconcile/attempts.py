@@ -167,7 +167,7 @@ def lowered(status: FineTuneJobStatus) -> FineTuneJobStatus | None:
         return None
     if not plan.micro_batch_size:
         return status
-    count, is_from_trainer = plan.lowered or 0, plan.peak_bytes is not None
+    count, is_from_trainer = plan.lowered or 0, plan.usable_bytes is not None
     if count >= MOST_LOWERED or (is_from_trainer and plan.lower_peak_bytes is None):
         return None
     update = {

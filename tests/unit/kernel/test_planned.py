@@ -38,6 +38,13 @@ def test_a_job_that_cannot_fit_is_stalled_without_a_child() -> None:
     assert "attempts" not in world.job["status"]
 
 
+@pytest.mark.parametrize("packing", [None, False, True])
+def test_the_weights_alone_may_not_fit(packing: bool | None) -> None:
+    world = World()
+    _, reason, _ = run(planned(world, T4, training={"packing": packing}))
+    assert reason == "DoesNotFit"
+
+
 def test_a_job_without_the_check_starts_although_it_cannot_fit() -> None:
     world = World()
     training = {"checkMemory": False}
@@ -60,13 +67,14 @@ def test_a_job_that_takes_over_a_run_is_not_refused() -> None:
         pytest.param("Standard_Nowhere", {}, "CapacityUnknown", id="unknown size"),
         pytest.param(T4, {"model": {"source": "hf://a/b"}}, "ModelUnknown", id="unknown model"),
         pytest.param(
-            T4,
+            "Standard_NV36ads_A10_v5",
             {
-                "model": {"source": "hf://meta-llama/Llama-3.2-1B"},
-                "training": {"packing": False, "maxSeqLength": 65536},
+                "model": {"source": "hf://microsoft/Phi-3-mini-128k-instruct"},
+                "method": {"type": "qlora", "quantization": "nf4"},
+                "training": {"maxSeqLength": 131072},
             },
             "Tight",
-            id="unpacked rows may be short",
+            id="rows may be short",
         ),
     ],
 )

@@ -94,6 +94,7 @@ CHOICE = PlanStatus(
     micro_batch_size=2,
     gradient_accumulation_steps=4,
     activation_checkpointing="selective",
+    usable_bytes=2**34,
 )
 
 

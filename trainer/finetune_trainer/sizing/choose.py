@@ -13,6 +13,8 @@ from finetune_trainer.sizing.fit import Gpu, Sizing, Verdict
 
 MOST_TOKENS = 16_384
 """Tokens of a micro-batch beyond which a larger one no longer gains speed."""
+MOST_ROWS = 64
+"""Rows of a micro-batch, which bounds the number of candidates for short rows."""
 LOWER = 0.9
 """Relative peak of the next choice after an OutOfMemory, at most."""
 _HAS_BF16_FROM = (8, 0)
@@ -80,7 +82,7 @@ def choose(
     most_rows = 1 if needs_single_rows or not is_known else None
     strategies = list(_strategies(config, can_shard=can_shard))
     found = [
-        _Candidate(one, sizing.peak(one, hardware.gpu).nbytes, sizing.verdict(one, hardware.gpu))
+        _candidate(one, sizing, hardware.gpu)
         for one in _candidates(
             config, strategies, _sizes(config, sizing.row_tokens, most_rows), hardware.has_nvlink
         )
@@ -113,6 +115,11 @@ class _Candidate:
     config: TrainConfig
     peak: int
     verdict: Verdict
+
+
+def _candidate(config: TrainConfig, sizing: Sizing, gpu: Gpu) -> _Candidate:
+    peak = sizing.peak(config, gpu)
+    return _Candidate(config, peak.nbytes, sizing.verdict_of(peak, config, gpu))
 
 
 def _peak(candidate: _Candidate) -> int:
@@ -191,13 +198,20 @@ def _recomputations(config: TrainConfig) -> tuple[str, ...]:
 
 
 def _sizes(config: TrainConfig, row_tokens: int, most_rows: int | None) -> list[int]:
-    """Return the micro-batches that divide the rows of a rank, from the largest to 1."""
+    """Return micro-batches that divide the rows of a rank, from the largest to 1.
+
+    Each is at least a quarter smaller than the one before, which bounds the number of candidates.
+    """
     assert config.auto is not None, "the caller has checked it"
     if "microBatchSize" not in config.auto.settings:
         return [config.training.micro_batch_size]
     rows = config.training.global_batch_size // config.world.world_size
-    most = min(most_rows or rows, rows, max(1, MOST_TOKENS // row_tokens))
-    return [size for size in range(most, 0, -1) if rows % size == 0]
+    most = min(most_rows or rows, rows, MOST_ROWS, max(1, MOST_TOKENS // row_tokens))
+    sizes = list[int]()
+    for size in range(most, 0, -1):
+        if rows % size == 0 and (not sizes or size == 1 or size <= 0.75 * sizes[-1]):
+            sizes.append(size)
+    return sizes
 
 
 def _unique(pairs: list[Any]) -> list[Any]:

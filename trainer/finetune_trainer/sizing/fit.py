@@ -111,9 +111,10 @@ class Sizing:
         """Return whether a step fits; at best Tight with ZeRO or unknown layers."""
         if not self.has_layers:
             return Verdict.TIGHT
-        return self._verdict_of(self.peak(config, gpu), config, gpu)
+        return self.verdict_of(self.peak(config, gpu), config, gpu)
 
-    def _verdict_of(self, peak: Peak, config: TrainConfig, gpu: Gpu) -> Verdict:
+    def verdict_of(self, peak: Peak, config: TrainConfig, gpu: Gpu) -> Verdict:
+        """Return the verdict about a peak that is already computed."""
         shape, reserve = self.shape(config), reserve_bytes(config)
         has_experts = any(kind.experts is not None for kind in shape.kinds)
         margin = _MARGIN_OF_EXPERTS if has_experts else _MARGIN
@@ -134,13 +135,13 @@ class Sizing:
         The model has a list of decoder layers.
         """
         peak = self.peak(config, gpu)
-        verdict = self._verdict_of(peak, config, gpu)
+        verdict = self.verdict_of(peak, config, gpu)
         if verdict is Verdict.FITS:
             return Fit(verdict, peak)
         tight: Fit | None = None
         for name, changed in changes(config):
             least = self.peak(changed, gpu)
-            after = self._verdict_of(least, changed, gpu)
+            after = self.verdict_of(least, changed, gpu)
             if after is Verdict.FITS:
                 return Fit(verdict, peak, name, least.nbytes, after)
             if after is Verdict.TIGHT and verdict is Verdict.WOULD_NOT_FIT and tight is None:
