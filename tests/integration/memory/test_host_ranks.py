@@ -132,4 +132,5 @@ def test_two_ranks_take_the_host_memory_of_the_formula(
         assert second["loading"] < 2**25
     for moment, (expected, found) in pairs.items():
         print(f"{strategy} {method} {moment}: {expected / 2**20:.0f} by {found / 2**20:.0f} MiB")
-        assert -(2**25) - 0.05 * found < expected - found < 0.15 * found + 2**25, moment
+        # 64 MiB for the arenas of malloc, which vary from run to run.
+        assert -(2**26) - 0.05 * found < expected - found < 0.15 * found + 2**26, moment
