@@ -59,7 +59,7 @@ class Point:
 
     @property
     def is_in_band(self) -> bool:
-        """Whether the published rate lies within the printed band."""
+        """Whether the printed band contains the published rate."""
         return BAND[0] <= self.published / self.forecast <= BAND[1]
 
 

@@ -128,7 +128,7 @@ def _too_large(job: FineTuneJob, backend: Backend) -> Problem | None:
     try:
         found = expect(job, backend.gpu_sizes(job))
     except CatalogueError:
-        return None  # an unknown size is no problem of the job
+        return None  # the size may be newer than the catalogue
     if found is None or found.fits is not False or job.spec.training.check_memory is False:
         return None
     return Problem("spec.training", found.message.removeprefix("spec.training: "))

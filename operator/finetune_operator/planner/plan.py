@@ -181,7 +181,7 @@ def make_plan(job: FineTuneJob, *, leaves_open: bool = True) -> Plan:
 def with_choice(plan: Plan, stored: PlanStatus | None) -> Plan:
     """Return the plan with the values that the trainer of an earlier attempt has chosen.
 
-    Unchanged if there is no choice yet, or if it is for other fields or another world. After
+    Unchanged if the trainer has not chosen yet, or has chosen for other fields or ranks. After
     an OutOfMemory the plan only has the limit for the next choice. A plan of 0.1.0 has no digest.
 
     Args:

@@ -124,8 +124,8 @@ def with_plan(status: FineTuneJobStatus, plan: Plan) -> FineTuneJobStatus:
         recompute = _AUTO if is_open else plan.activation_checkpointing.value
         choice = {"activation_checkpointing": recompute, "digest": digest}
         if stored is not None and stored.digest == digest:
-            kept = stored.model_dump(include=_OF_CHOICE, exclude_none=True)
-            choice = {**kept, **choice}
+            memory = stored.model_dump(include=_OF_CHOICE, exclude_none=True)
+            choice = {**memory, **choice}
         replicas = plan.replicas if plan.replicas > 1 else None
         planned = planned.model_copy(update={**choice, "replicas": replicas})
     nodes = NodesStatus(desired=plan.nodes, ready=status.nodes.ready, world_size=plan.world_size)
