@@ -106,6 +106,9 @@ def _text(job: FineTuneJob, found: list[Option], *, has_tokens: bool) -> list[st
     elif best.size.price is not None:
         where = f" in {best.size.price.region}" if best.size.price.region else ""
         lines += ["", f"List prices of {best.size.price.date}{where}; hours and USD are bands."]
+    if best.size.recalled:
+        values = ", ".join(f"{name} {best.size.show(name)}" for name in best.size.recalled)
+        lines += ["", f"Not looked up for {best.size.name}: {values}."]
     return lines
 
 
@@ -181,6 +184,7 @@ def _as_json(option: Option) -> dict[str, Any]:
         "verdict": None,
         "lostBy": option.lost_by,
         "usableBytes": option.size.memory.usable,
+        "recalled": list(option.size.recalled),
     }
     if option.config is not None:
         strategy, training = option.config.strategy, option.config.training

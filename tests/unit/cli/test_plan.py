@@ -54,6 +54,7 @@ def test_a_job_that_does_not_fit_has_the_cheapest_change_and_exit_code_1(tmp_pat
     small = plan_of(tmp_path, "--on", T4, method={"type": "qlora", "quantization": "nf4"})
     assert small.exit_code == 0
     assert "fp16" in small.output
+    assert "Not looked up for Standard_NC16as_T4_v3: " in small.output
 
 
 def test_all_sizes_are_compared_with_the_reason_why_each_lost(tmp_path: Path) -> None:
