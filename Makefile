@@ -225,8 +225,8 @@ bench-azureml: install  ## Measure 500 jobs in the request budget of an Azure ML
 bench-metrics: install quickstart-assets  ## Measure what metrics cost the training (8 min)
 	PYTHONPATH=tests $(OFFLINE) $(BIN)/python tests/benchmarks/metrics_cost.py $(BENCH_ARGS)
 
-planner-accuracy: install  ## Compare forecasts of memory and speed with published runs (FILE=points.csv; 1 min)
-	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/benchmarks/planner_accuracy.py $(or $(FILE),$(error name the runs: FILE=points.csv))
+planner-accuracy: install  ## Compare forecasts of memory and speed with published runs (FILE=points.csv RECORD=1; 1 min)
+	$(OFFLINE) PYTHONPATH=tests $(BIN)/python tests/benchmarks/planner_accuracy.py $(or $(FILE),$(error name the runs: FILE=points.csv)) $(if $(RECORD),--record)
 
 clean:  ## Remove .venv, caches, the quickstart's assets and local runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """Compare the planner's memory and speed with published points of other programs.
 
-    python planner_accuracy.py points.csv
+    python planner_accuracy.py points.csv [--record]
 
 One row is a run: id, model, params_b, method, strategy, gpu, gpus_per_node, nodes, seq_len,
 micro_batch, grad_accum, precision, optimizer, act_ckpt, impl, peak_mem, mem_unit, mem_scope,
@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner_stacks import Stack, base_of, size_with, stack_of
+from accuracy_table import record
+from planner_stacks import CACHE, FSDP1_CACHE, Stack, base_of, size_with, stack_of
 
 from finetune_operator.planner.speed import BAND, tokens_per_second
 from finetune_trainer.config import TrainConfig
@@ -176,12 +177,15 @@ def shape_of(row: Row, config: TrainConfig) -> ModelShape:
 def memory_of(row: Row, shape: ModelShape, config: TrainConfig) -> float:
     """Return the forecast in the unit and scope of a point.
 
-    Figures of the allocator, called reserved, exclude the CUDA context; others include it.
+    Figures of the allocator, called reserved, include its cache and exclude the CUDA context, which
+    others include.
     """
     unit = 2**30 if row["mem_unit"].startswith("GiB") else 1e9
     stack = stack_of(row["source"], row["impl"]) or Stack()
-    nbytes = _peak_of(stack, shape, config)
-    if "reserved" not in row["mem_unit"]:
+    nbytes: float = _peak_of(stack, shape, config)
+    if "reserved" in row["mem_unit"]:
+        nbytes *= FSDP1_CACHE if config.strategy.type == "fsdp" else CACHE
+    else:
         nbytes += reserve_bytes(config)
     if row["mem_scope"] == "sum_over_gpus":
         nbytes *= config.world.world_size
@@ -202,6 +206,11 @@ def _peak_of(stack: Stack, shape: ModelShape, config: TrainConfig) -> int:
         if "backward" in name:
             moments[name] += dropout + logits
     moments["head"] += logits + dropout * (not recomputes)
+    if stack.bucket is not None and config.strategy.type == "zero2":
+        ranks = config.world.world_size
+        moments.pop("gradients are reduced")
+        moments["first layer's backward"] += 3 * 2 * stack.bucket
+        moments["optimizer"] += shape.sum_weights(lambda w: w.is_trained * w.count) * 4 // ranks
     if config.strategy.type in ("ddp", "fsdp"):  # torch's AdamW copies all trained parameters
         shards = config.world.world_size if config.strategy.type == "fsdp" else 1
         moments["optimizer"] += shape.sum_weights(
@@ -296,13 +305,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the comparison of the file that the command line names."""
     parser = argparse.ArgumentParser(description="Compare the planner with published points.")
     parser.add_argument("file", type=Path, help="CSV file with one run per row")
-    with parser.parse_args(arguments).file.open(encoding="utf-8", newline="") as file:
+    parser.add_argument("--record", action="store_true", help="write the errors into the guide")
+    options = parser.parse_args(arguments)
+    with options.file.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     print(*list_settings(rows), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         memory, rates = compare(rows, Path(folder))
     print(*table(memory, "memory", has_band=False), sep="\n")
     print(*table(rates, "tokens per second", has_band=True), sep="\n")
+    if options.record:
+        for name, points in (("published", memory), ("rates", rates)):
+            record(name, [point.error for point in points if point.is_given])
 
 
 if __name__ == "__main__":

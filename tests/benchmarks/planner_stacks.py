@@ -34,6 +34,9 @@ class Stack:
         has_dropout: Whether adapters have dropout, whose mask and result autograd retains for each
             adapted product.
         holds_logits: Whether the loop holds fp32 logits until the step ends.
+        bucket: Elements of a bucket of DeepSpeed 0.10, which allocates three in bf16 in backward,
+            and copies the gradients twice in the optimizer's step: in bf16 and in fp32. None for
+            the version of the trainer.
     """
 
     rank: int | None = None
@@ -41,11 +44,12 @@ class Stack:
     full_strategy: str = "ddp"
     has_dropout: bool = False
     holds_logits: bool = False
+    bucket: int | None = None
 
 
 _STACKS = {
-    # finetune.py, finetune/finetune_ds.sh and finetune_lora_single_gpu.sh
-    "QwenLM/Qwen": Stack(full_strategy="zero2", has_dropout=True),
+    # finetune.py, finetune/finetune_ds.sh, finetune_lora_single_gpu.sh and ds_config_zero2.json
+    "QwenLM/Qwen": Stack(full_strategy="zero2", has_dropout=True, bucket=200_000_000),
     # train.py at 02586ac
     "AnswerDotAI/fsdp_qlora": Stack(
         rank=64,
@@ -54,6 +58,11 @@ _STACKS = {
         holds_logits=True,
     ),
 }
+
+FSDP1_CACHE = 1.272
+"""Reserved by active memory with FSDP1 and LoRA: 19.36 by 15.22 GB (llama-cookbook PR 41)."""
+CACHE = 1.039
+"""Reserved by allocated memory without shards: 36.62 by 35.25 GiB (docs/benchmarks/gpu.json)."""
 
 
 def stack_of(source: str, program: str) -> Stack | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accuracy_table import record
 
 from finetune_trainer.sizing.peak import step_peak
 from support.memory.family_setups import (
@@ -116,7 +117,7 @@ def test_the_formula_is_the_trace_of_27_families(tmp_path: Path) -> None:
         (name, method, recompute): error_of(tmp_path, name, method, recompute)
         for (name, method), recompute in product(methods, ("none", "full"))
     }
-    print(_worst(off))
+    record("trace", off.values())
     assert sum(map(abs, off.values())) / len(off) <= 0.02
     assert -0.04 <= min(off.values()) <= max(off.values()) <= 0.12, _worst(off)
 
@@ -129,7 +130,7 @@ def test_the_formula_is_the_trace_of_26_sharded_families(tmp_path: Path) -> None
         for name, method in product((*DENSE, *EXPERTS), ("lora", "full"))
         if name not in OTHER_ATTENTION_ON_A_CPU
     }
-    print(_worst(off))
+    record("sharded", off.values())
     assert sum(map(abs, off.values())) / len(off) <= 0.05
     assert -0.06 <= min(off.values()) <= max(off.values()) <= 0.16, _worst(off)
 

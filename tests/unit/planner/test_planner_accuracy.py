@@ -1,9 +1,11 @@
 """`make planner-accuracy` on a few published runs."""
 
+import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import accuracy_table
 import pytest
 from planner_accuracy import main
 
@@ -37,3 +39,10 @@ def test_memory_and_rates_of_given_runs_are_near_the_published_figures(lines: li
     assert float(memory[3].rstrip("%")) <= 8
     assert rates[2] == "3"
     assert rates[-1] == "100%"
+
+
+def test_the_guide_shows_the_recorded_errors() -> None:
+    recorded = json.loads(accuracy_table.FILE.read_text())
+
+    assert set(recorded) == set(accuracy_table.ROWS)
+    assert accuracy_table.table(recorded) in accuracy_table.GUIDE.read_text(encoding="utf-8")

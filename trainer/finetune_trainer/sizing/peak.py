@@ -13,7 +13,14 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.sizing.activations import Activations
 from finetune_trainer.sizing.model_shape import Layer, ModelShape, Weight, trained_count
 from finetune_trainer.sizing.moments import moment_nbytes
-from finetune_trainer.sizing.zero import MOST_IN_BUCKET, engine_state, stage_of
+from finetune_trainer.sizing.zero import (
+    MOST_IN_BUCKET,
+    engine_state,
+    gathered_bytes,
+    reduction_bytes,
+    stage_of,
+    update_bytes,
+)
 
 COMPONENTS = (
     "parameters",
@@ -119,6 +126,8 @@ class _Step:
                 ),
                 "head's gradient": self.at_head_gradient(),
             }
+        if self.zero_stage:
+            moments["gradients are reduced"] = self.at_reduction()
         sums = {name: sum(parts.values()) for name, parts in moments.items()}
         highest = max(sums, key=lambda name: sums[name])
         parts = {name: moments[highest].get(name, 0) for name in COMPONENTS}
@@ -149,19 +158,22 @@ class _Step:
 
     def gradients_of_engine(self) -> int:
         """Return the bytes of ZeRO's gradients in addition to the static state."""
-        trained = self.shape.sum_weights(lambda w: w.is_trained * w.count)
-        ranks = self.config.world.world_size
+        trained = self.num_trained()
         if self.zero_stage == 1:
             return self.item_size * trained
-        bucket = self.sum_size * min(trained, MOST_IN_BUCKET)
-        return self.sum_size * trained // ranks + bucket if self.zero_stage == 2 else 0
+        ranks = self.config.world.world_size
+        return self.sum_size * trained // ranks if self.zero_stage == 2 else 0
 
     def whole_gradients(self) -> int:
         """Sum FSDP's unsharded fp32 gradients over micro-batches, if the strategy retains them."""
         keeps = self.config.strategy.reduce_each_micro_batch is False
         if not (self.is_sharded and keeps and self.accumulates):
             return 0
-        return self.shape.sum_weights(lambda w: w.is_trained * w.count) * self.sum_size
+        return self.num_trained() * self.sum_size
+
+    def num_trained(self) -> int:
+        """Return the number of trained elements."""
+        return self.shape.sum_weights(lambda w: w.is_trained * w.count)
 
     def earlier_gradients(self) -> dict[str, int]:
         """Gradients that exist before the backward pass of the last micro-batch."""
@@ -250,11 +262,24 @@ class _Step:
             parts["logits"] = size * shape.head_itemsize
         return parts
 
+    def at_reduction(self) -> dict[str, int]:
+        """Return the parts while ZeRO reduces a bucket of gradients.
+
+        If a bucket holds all gradients, it is reduced after the backward pass.
+        """
+        trained = self.num_trained()
+        parts = self.at_last_layer() if trained > MOST_IN_BUCKET else self.static()
+        parts["gradients"] = self.gradients()
+        parts["engine buffers"] += reduction_bytes(trained, self.config, self.item_size)
+        return parts
+
     def at_optimizer(self) -> dict[str, int]:
         parts = {**self.static(), "gradients": self.gradients()}
         if self.optimizer == "adamw8bit":  # an uncompiled update; a compiled one needs less
             largest = self.shape.largest_weight(lambda w: w.is_trained * -(-w.count // self.shards))
             parts["moments"] += UPDATE_BYTES * min(largest, ELEMENTS_PER_PASS)
+        if self.zero_stage == 3:
+            parts["engine buffers"] += update_bytes(self.num_trained(), self.config)
         return parts
 
     # ---- head
@@ -304,9 +329,8 @@ class _Step:
 
     def gathered(self, *, layers: int, head: bool = False) -> int:
         """Return the bytes of weights gathered by FSDP: root, some layers, and retained groups."""
-        if self.zero_stage == 3:  # at least two layers, and embedding or head
-            ends = self.shape.vocabulary * self.shape.hidden * self.item_size
-            return 2 * self.buffer + ends
+        if self.zero_stage == 3:
+            return gathered_bytes(self.shape, self.config, self.item_size)
         shape, keeps = self.shape, self.config.strategy.reshard_after_forward is False
         size = self.full(shape.others) - self.full(shape.embedding) - self.full(shape.head)
         size += keeps * self.full(shape.embedding)
@@ -320,8 +344,7 @@ class _Step:
         return max(self.full(kind.weights) for kind in self.shape.kinds)
 
     def full(self, weights: tuple[Weight, ...]) -> int:
-        gathers = self.is_sharded or self.zero_stage == 3
-        return sum(w.gathered_nbytes(self.item_size) for w in weights) if gathers else 0
+        return sum(w.gathered_nbytes(self.item_size) for w in weights) * self.is_sharded
 
     def gradients_of_layer(self, layer: Layer, *, before: tuple[Weight, ...] = ()) -> int:
         """Return the bytes of FSDP's gradients of a layer, and of its or `before`'s in fp32.

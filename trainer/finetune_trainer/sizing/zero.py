@@ -1,7 +1,7 @@
-"""Memory of DeepSpeed's engine between two steps, by ZeRO stage (arXiv:1910.02054, section 5).
+"""Memory of DeepSpeed's engine by ZeRO stage (arXiv:1910.02054, section 5).
 
 Counted on engines of one and two ranks, which `test_zero_state.py` compares. With T trained and F
-frozen elements on n ranks, the engine retains in 16 bits:
+frozen elements on n ranks, the engine retains between two steps in 16 bits:
 
     stage 1    2 F + 2 T + 12 T / n + 4 T      the last are sums of gradients, absent in fp32
     stage 2    2 F + 2 T + 12 T / n
@@ -9,6 +9,10 @@ frozen elements on n ranks, the engine retains in 16 bits:
 
 12 are both moments and the fp32 weights. The bucket has at most 5e8 elements. Stage 3 does not
 shard parameters of at most 1e5 elements, such as norms and most adapters.
+
+While the engine reduces a bucket of B elements, it also allocates copies of it in fp32: 4 B in
+stage 1, 8 B in stage 3; in stage 2 with one in 16 bits 6 B, and 2 B for each bucket that it fills,
+two on GPUs.
 """
 
 from finetune_trainer.config import TrainConfig
@@ -17,6 +21,10 @@ from finetune_trainer.sizing.model_shape import ModelShape, Weight
 MOST_IN_BUCKET = 500_000_000
 """Elements of the engine's bucket of gradients; DeepSpeed's default."""
 _PERSISTENT = 100_000
+_MOST_GATHERED = 1_000_000_000
+"""Elements of parameters that stage 3 does not release; DeepSpeed's default."""
+_MOST_UPDATED = 1_000_000_000
+"""Elements that stage 3 updates at once; DeepSpeed's default."""
 _FP32 = 4
 
 
@@ -63,3 +71,29 @@ def engine_state(shape: ModelShape, config: TrainConfig, itemsize: int) -> dict[
         "moments": state,
         "engine buffers": gradients + buckets,
     }
+
+
+def reduction_bytes(trained: int, config: TrainConfig, itemsize: int) -> int:
+    """Return the bytes that the engine allocates while it reduces gradients.
+
+    Args:
+        trained: Elements of all trained parameters.
+        config: Configuration with a ZeRO strategy.
+        itemsize: Bytes per element of the compute dtype.
+    """
+    filled = 2 if config.world.device == "cuda" else 1
+    each = {1: _FP32, 2: _FP32 + itemsize * (1 + filled), 3: 2 * _FP32}[stage_of(config)]
+    return each * min(trained, MOST_IN_BUCKET)
+
+
+def gathered_bytes(shape: ModelShape, config: TrainConfig, itemsize: int) -> int:
+    """Return the bytes of sharded parameters that stage 3 has gathered, in two copies each."""
+    if config.world.world_size == 1:
+        return 0
+    sharded = shape.sum_weights(lambda w: w.count * (w.count > _PERSISTENT))
+    return 2 * itemsize * min(sharded, _MOST_GATHERED)
+
+
+def update_bytes(trained: int, config: TrainConfig) -> int:
+    """Return the bytes of gradients that stage 3 copies for the optimizer."""
+    return _FP32 * min(trained // config.world.world_size, _MOST_UPDATED)
