@@ -9,17 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from finetune_operator.api.v1alpha1 import FineTuneJob
-from finetune_operator.backends.local.layout import file_path
-from finetune_operator.cli.target import FileArgument, ProfileOption, Target, open_target
-from finetune_operator.cli.trainer_process import BASE, trainer_lines
-from finetune_operator.errors import FineTuneError
+from finetune_operator.cli.target import FileArgument, ProfileOption, open_target
+from finetune_operator.cli.trainer_process import read_base
 from finetune_operator.planner.catalogue import GpuSize, read_prices, size_of, sizes
-from finetune_operator.planner.hardware import NOWHERE, Option, options
+from finetune_operator.planner.hardware import Option, options
 from finetune_operator.planner.models import base_shape_of_job
 from finetune_operator.planner.speed import Band
-from finetune_operator.planner.train_config import derive_train_config
-from finetune_operator.planner.uris import is_on_hub
-from finetune_trainer.sizing.base_shape import BaseShape
 
 _GIB = 2**30
 _BAR = 24
@@ -45,9 +40,10 @@ def plan(
 ) -> None:
     """Forecast whether a job fits on GPU sizes of Azure, how it would run, and its price.
 
-    --on selects the sizes; without it, topology.instanceType or the FineTuneProfile, with the GPUs
-    per node of the job. Without any of them, all sizes are compared, with all of their GPUs. The
-    trainer chooses by the same formula when it starts.
+    --on selects the sizes; without it, topology.instanceType, the FineTuneProfile or, for the
+    backend local, the GPUs of this machine, with the GPUs per node of the job. Without any of them,
+    all sizes are compared, with all of their GPUs. The trainer chooses by the same formula when it
+    starts.
 
     A known model is not read. The trainer's process reads others from a folder, the cache or the
     hub; HF_TOKEN gives access to gated ones. The exit code is 1 if the job does not fit.
@@ -60,7 +56,7 @@ def plan(
         else [size_of(name.strip()) for name in on.split(",")]
     )
     offered = [_with_price(size, prices) for size in own or sizes()]
-    base = base_shape_of_job(job.spec.model) or _read_base(target)
+    base = base_shape_of_job(job.spec.model) or read_base(target, os.environ)
     gpus = (job.spec.topology.gpus_per_node or None) if own else None
     found = options(job, base, offered, nodes=nodes, gpus=gpus, tokens=tokens)
     if as_json:
@@ -75,23 +71,6 @@ def _with_price(size: GpuSize, prices: Path | None) -> GpuSize:
     if prices is None:
         return size
     return replace(size, price=read_prices(prices).get(size.name))
-
-
-def _read_base(target: Target) -> BaseShape:
-    """Read the model in the trainer's process.
-
-    Raises:
-        FineTuneError: The model cannot be read here.
-    """
-    source, folder = target.job.spec.model.source, target.manifest.directory
-    if not is_on_hub(source) and not source.startswith("file:"):
-        raise FineTuneError(
-            f"spec.model.source {source}: this machine cannot read it; set spec.model.baseName to "
-            "the name of the model on the hub"
-        )
-    places = replace(NOWHERE, path_of=lambda uri: str(file_path(uri, folder)))
-    [line] = trainer_lines(BASE, derive_train_config(target.plan, 1, places), os.environ)
-    return BaseShape.model_validate(line)
 
 
 def _text(job: FineTuneJob, found: list[Option], *, has_tokens: bool) -> list[str]:

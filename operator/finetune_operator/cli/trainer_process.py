@@ -7,19 +7,28 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune_operator.backends.base import Attempt
 from finetune_operator.backends.local.environment import without_current_folder
+from finetune_operator.backends.local.layout import file_path
 from finetune_operator.cli.target import Target
 from finetune_operator.errors import FineTuneError
+from finetune_operator.planner.hardware import NOWHERE
+from finetune_operator.planner.train_config import derive_train_config
+from finetune_operator.planner.uris import is_on_hub
 from finetune_trainer.config import ContractModel, TrainConfig
+from finetune_trainer.sizing.base_shape import BaseShape
 
 PREVIEW = "finetune_trainer.preview"
 INSPECTION = "finetune_trainer.inspection"
 BASE = "finetune_trainer.memory.print_base"
+
+Ask = Callable[..., list[dict[str, Any]]]
+"""`trainer_lines`: module, request, environment and arguments; the objects that it prints."""
 
 
 def config_of(target: Target) -> TrainConfig:
@@ -62,3 +71,20 @@ def trainer_lines(
             f"{module} ended with exit code {done.returncode}; see its output above"
         )
     return lines
+
+
+def read_base(target: Target, environ: Mapping[str, str], ask: Ask = trainer_lines) -> BaseShape:
+    """Return the shape of a job's model, which the trainer's process reads without its weights.
+
+    Raises:
+        FineTuneError: The model cannot be read here.
+    """
+    source, folder = target.job.spec.model.source, target.manifest.directory
+    if not is_on_hub(source) and not source.startswith("file:"):
+        raise FineTuneError(
+            f"spec.model.source {source}: this machine cannot read it; set spec.model.baseName to "
+            "the name of the model on the hub"
+        )
+    places = replace(NOWHERE, path_of=lambda uri: str(file_path(uri, folder)))
+    [line] = ask(BASE, derive_train_config(target.plan, 1, places), environ)
+    return BaseShape.model_validate(line)

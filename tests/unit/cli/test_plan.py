@@ -15,13 +15,16 @@ from finetune_operator.cli.app import app
 from support.api.builders import manifest
 from support.data.text_fixtures import tiny_model
 from support.docs.pages import ROOT, blocks, read
+from support.local.fake_nvidia_smi import H100, fake_nvidia_smi
 
 PAGE = "docs/how-to/choose-hardware.md"
 A100 = "Standard_NC24ads_A100_v4"
 T4 = "Standard_NC16as_T4_v3"
 
 
-def plan_of(folder: Path, *options: str, **overrides: Any) -> Result:
+def plan_of(
+    folder: Path, *options: str, environ: dict[str, str] | None = None, **overrides: Any
+) -> Result:
     values = {
         "model": {"source": "hf://meta-llama/Llama-3.1-8B"},
         "topology": {"processesPerNode": None, "gpusPerNode": 1},
@@ -30,7 +33,8 @@ def plan_of(folder: Path, *options: str, **overrides: Any) -> Result:
     }
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(manifest(**values)))
-    return CliRunner().invoke(app, ["plan", str(file), *options])
+    without_gpus = {"CUDA_VISIBLE_DEVICES": ""}  # the machine of the test may have some
+    return CliRunner().invoke(app, ["plan", str(file), *options], env=environ or without_gpus)
 
 
 def test_the_page_shows_the_output_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +84,17 @@ def test_prices_of_a_file_replace_the_list_prices(tmp_path: Path) -> None:
     assert json.loads(done.output)[0]["price"] == {"usdPerHour": 1.5, "date": "2026-11-01"}
     prices.write_text(f"size,usd_per_hour,date\n{A100},1.5,\n")
     assert "date" in str(plan_of(tmp_path, "--prices", str(prices)).exception)
+
+
+def test_a_local_job_is_planned_for_the_gpus_of_this_machine(tmp_path: Path) -> None:
+    environ = {"PATH": fake_nvidia_smi(tmp_path, [H100, H100])}
+    done = plan_of(tmp_path, environ=environ, method={"type": "lora"})
+    assert done.exit_code == 0
+    machine = "1 x this machine (2 x NVIDIA H100 80GB HBM3)"
+    assert done.output.startswith(f"Fits: meta-llama/Llama-3.1-8B lora on {machine}\n")
+    assert "of 79.1\n" in done.output
+    assert "the speed is unknown" in done.output
+    assert "this machine" not in plan_of(tmp_path, "--on", A100, environ=environ).output
 
 
 @pytest.mark.parametrize(

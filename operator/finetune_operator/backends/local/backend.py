@@ -31,12 +31,14 @@ from finetune_operator.backends.base import (
 )
 from finetune_operator.backends.local import layout, machine_checks, nodes, overlaps, proc, records
 from finetune_operator.backends.local.environment import ENV_MARK, mark
+from finetune_operator.backends.local.gpus import size_here
 from finetune_operator.backends.local.layout import BACKEND, AttemptFolder, Folders
 from finetune_operator.backends.local.rank_logs import read_log
 from finetune_operator.backends.local.records import AttemptRecord, CancelRecord
 from finetune_operator.backends.local.render import attempt_uid, render
 from finetune_operator.backends.local.start import start
 from finetune_operator.errors import BackendError
+from finetune_operator.planner.catalogue import GpuSize
 from finetune_operator.planner.plan import Plan
 from finetune_trainer.config import Termination
 
@@ -90,6 +92,14 @@ class LocalBackend(Backend):
         if self._context.cluster is not None:
             return [Problem("spec.backend.type", _IN_A_CLUSTER)]
         return machine_checks.unsupported(job, self._context.manifest_dir)
+
+    def gpu_sizes(self, job: FineTuneJob) -> Sequence[GpuSize]:
+        """List the GPUs of this machine as one size, if their memory is known."""
+        wanted = job.spec.topology.nodes * job.spec.topology.gpus_per_node
+        if self._context.cluster is not None or not wanted:
+            return ()
+        found = size_here(wanted, self._context.environ)
+        return () if found is None else (found,)
 
     def check_inputs(self, job: FineTuneJob) -> Sequence[Problem]:
         """List missing inputs, folders that cannot be written, and missing GPUs and libraries."""
