@@ -40,7 +40,10 @@ def init(
         int | None,
         typer.Option("--gpus", min=0, max=64, help="GPUs to train on; default: all found here."),
     ] = None,
-    method: Annotated[MethodType | None, typer.Option("--method", help="Default: lora.")] = None,
+    method: Annotated[
+        MethodType | None,
+        typer.Option("--method", help="Default: lora, or qlora if only qlora fits."),
+    ] = None,
     columns: Annotated[
         str,
         typer.Option("--columns", metavar="FIELD=COLUMN,…", help="Columns, if init asks for them."),
@@ -51,6 +54,9 @@ def init(
     The format of the rows is detected. If the columns allow several readings, the message shows
     each with the option that chooses it, and the exit code is 1. Paths in the manifest are relative
     to FILE, and absolute on standard output. No file is overwritten.
+
+    If LoRA does not fit into the memory of this machine's GPUs and QLoRA does, the method is qlora.
+    A job that does not fit is written with a warning that names the cheapest change.
     """
     named = _columns(columns)
     base, rows = place_of(model, "--model"), place_of(data, "--data")

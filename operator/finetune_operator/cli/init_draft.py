@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from finetune_operator.api.paths import show_count
 from finetune_operator.api.v1alpha1.method import MethodType
+from finetune_operator.backends.local.gpus import size_here
 from finetune_operator.backends.local.layout import cache_dir
 from finetune_operator.backends.local.machine_checks import installed_gpus
 from finetune_operator.backends.local.render import visible_gpus
@@ -28,9 +28,11 @@ from finetune_operator.cli.init_numbers import (
     splits_rows,
 )
 from finetune_operator.cli.init_places import Place, uri_of
-from finetune_operator.cli.target import open_target
-from finetune_operator.cli.trainer_process import INSPECTION, PREVIEW, config_of
+from finetune_operator.cli.target import Target, open_target
+from finetune_operator.cli.trainer_process import INSPECTION, PREVIEW, Ask, config_of, read_base
 from finetune_operator.errors import FineTuneError
+from finetune_operator.planner.hardware import options, refusal, step_memory
+from finetune_operator.planner.models import base_shape_of_job
 from finetune_trainer.config import (
     FEW_STEPS,
     ColumnMap,
@@ -39,13 +41,11 @@ from finetune_trainer.config import (
     InspectionRequest,
     ModelConfig,
 )
+from finetune_trainer.sizing.base_shape import BaseShape
 
 LONGEST_NAME = 40
 MAX_TOKENISED = 1 << 26  # characters, about half a minute of tokenising
 MAX_LONG_SHARE = 0.01
-
-Ask = Callable[..., list[dict[str, Any]]]
-"""`trainer_lines`: module, request, environment and arguments; the objects that it prints."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,19 @@ class Wish:
     columns: ColumnMap = field(default_factory=ColumnMap)
 
 
-def drafted(wish: Wish, ask: Ask, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def drafted(
+    wish: Wish,
+    ask: Ask,
+    environ: Mapping[str, str],
+    installed: Callable[[], int] = installed_gpus,
+) -> tuple[str, list[str]]:
     """Return the manifest and warnings for the user.
+
+    Args:
+        wish: The options.
+        ask: Runs a module of the trainer.
+        environ: Environment of the trainer.
+        installed: Counts the GPUs of this machine.
 
     Raises:
         FineTuneError: the rows cannot be read, or it is unclear how; or the model cannot be read.
@@ -83,7 +94,10 @@ def drafted(wish: Wish, ask: Ask, environ: Mapping[str, str]) -> tuple[str, list
     )
     [line] = ask(INSPECTION, request, environ)
     found = Inspection.model_validate(line)
-    draft, warnings = _counted(_first_draft(wish, found, why, environ), ask, environ)
+    gpus = _usable(environ, installed())
+    draft, warnings = _counted(_first_draft(wish, found, why, gpus), ask, environ)
+    draft, refused = _in_memory(draft, wish, None if why else ask, environ)
+    warnings += refused
     if draft.schedule.steps < FEW_STEPS:
         steps = show_count(draft.schedule.steps, "optimizer step")
         warnings.append(f"the whole run has {steps}, which change the model little; add rows")
@@ -112,10 +126,13 @@ def _environment(wish: Wish, environ: Mapping[str, str]) -> tuple[Mapping[str, s
     return {**environ, OFFLINE: "1"}, "" if has_model else why
 
 
-def _first_draft(wish: Wish, found: Inspection, why: str, environ: Mapping[str, str]) -> Draft:
-    """Return a draft with estimated counts and absolute paths."""
+def _usable(environ: Mapping[str, str], installed: int) -> int:
     visible = visible_gpus(environ)
-    there = installed_gpus() if visible is None else min(installed_gpus(), len(visible))
+    return installed if visible is None else min(installed, len(visible))
+
+
+def _first_draft(wish: Wish, found: Inspection, why: str, there: int) -> Draft:
+    """Return a draft with estimated counts and absolute paths, for the GPUs of this machine."""
     gpus = there if wish.gpus is None else wish.gpus
     reason = f"found {there}" if there else "no GPU found: trains on the CPU"
     length = max_seq_length(found)
@@ -132,7 +149,9 @@ def _first_draft(wish: Wish, found: Inspection, why: str, environ: Mapping[str, 
         counts=counts,
         schedule=schedule_of(counts, max(1, gpus), length),
         method=wish.method or MethodType.LORA,
-        is_method_chosen=wish.method is not None,
+        method_reason=f"chosen by --method {wish.method}"
+        if wish.method
+        else "r 16, alpha 32 by default",
         gpus=gpus,
         gpus_reason=reason if wish.gpus is None else f"--gpus {gpus}",
         notes=(f"Tokenizer and context length of the model are not known: {why}.",) if why else (),
@@ -170,16 +189,58 @@ def _counted(draft: Draft, ask: Ask, environ: Mapping[str, str]) -> tuple[Draft,
 
 
 def _count(draft: Draft, ask: Ask, environ: Mapping[str, str]) -> tuple[Counts, list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "job.yaml"
-        file.write_text(manifest_text(draft), encoding="utf-8")
-        config = config_of(open_target(file, "local"))
-    [summary] = ask(PREVIEW, config, environ, "--rows", "0")
+    [summary] = ask(PREVIEW, config_of(_target(draft)), environ, "--rows", "0")
     train = DataReport.model_validate(summary["report"])
     held_out = DataReport.model_validate(summary.get("eval_report", {}))
     long_rows = train.truncated_rows + train.split_rows
     counts = Counts(train.rows, held_out.rows, train.packs, long_rows, is_exact=True)
     return counts, [*train.warnings, *held_out.warnings]
+
+
+def _in_memory(
+    draft: Draft, wish: Wish, ask: Ask | None, environ: Mapping[str, str]
+) -> tuple[Draft, list[str]]:
+    """Return the draft with the memory of a step, and a warning if the job does not fit.
+
+    LoRA becomes QLoRA if only QLoRA fits and the user has not chosen the method. A draft for GPUs
+    or a model that are not known is unchanged. `ask` is None if the model cannot be read.
+    """
+    size = size_here(draft.gpus, environ) if draft.gpus else None
+    if size is None:
+        return draft, []
+    target = _target(draft)
+    base = _base(target, ask, environ)
+    if base is None:
+        return draft, []
+    [best] = options(target.job, base, [size], gpus=draft.gpus)
+    if best.is_too_large and wish.method is None:
+        reason = f"with lora {step_memory(best)}"
+        smaller = replace(draft, method=MethodType.QLORA, method_reason=reason)
+        [other] = options(_target(smaller).job, base, [size], gpus=draft.gpus)
+        if other.is_possible and not other.is_too_large:
+            draft, best = smaller, other
+    if best.is_too_large:
+        return draft, [refusal(best)]
+    reasons = filter(None, (draft.gpus_reason, step_memory(best)))
+    return replace(draft, gpus_reason="; ".join(reasons)), []
+
+
+def _base(target: Target, ask: Ask | None, environ: Mapping[str, str]) -> BaseShape | None:
+    known = base_shape_of_job(target.job.spec.model)
+    if known is not None or ask is None:
+        return known
+    try:
+        return read_base(target, environ, ask)
+    except FineTuneError:
+        return None  # such as a model that transformers does not know; `run` reports it
+
+
+def _target(draft: Draft) -> Target:
+    """Return the job of a draft with absolute paths."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.yaml"
+        file.write_text(manifest_text(draft), encoding="utf-8")
+        return open_target(file, "local")
 
 
 def _name(rows: Place) -> str:

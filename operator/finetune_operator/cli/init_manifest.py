@@ -33,7 +33,8 @@ class Draft:
         length: `maxSeqLength`.
         counts: Rows and packs with that length.
         schedule: Epochs, batch size and warm-up.
-        gpus_reason: Where the number of GPUs comes from.
+        method_reason: Why the method was chosen, or its size.
+        gpus_reason: Where the number of GPUs comes from, and the memory of a step.
         notes: Sentences about what is not known.
     """
 
@@ -48,7 +49,7 @@ class Draft:
     counts: Counts
     schedule: Schedule
     method: MethodType
-    is_method_chosen: bool
+    method_reason: str
     gpus: int
     gpus_reason: str
     notes: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ def manifest_text(draft: Draft) -> str:
         (f"    source: {scalar(draft.model)}", ""),
         *_dataset(draft),
         ("  method:", ""),
-        (f"    type: {draft.method.value}", _of_method(draft)),
+        (f"    type: {draft.method.value}", draft.method_reason),
         *_training(draft),
         ("  topology:", ""),
         (f"    gpusPerNode: {draft.gpus}", draft.gpus_reason),
@@ -156,12 +157,6 @@ def _dataset(draft: Draft) -> list[tuple[str, str]]:
         held_out = _about(draft, f"{rows} held out to measure the loss")
         lines.append((f"    evalShare: {found.eval_share:g}", held_out))
     return lines
-
-
-def _of_method(draft: Draft) -> str:
-    if draft.is_method_chosen:
-        return f"chosen by --method {draft.method.value}"
-    return "r 16, alpha 32 by default"
 
 
 def _training(draft: Draft) -> list[tuple[str, str]]:

@@ -58,6 +58,12 @@ class Option:
         return self.fit is not None and self.fit.verdict is Verdict.WOULD_NOT_FIT
 
     @property
+    def is_too_large(self) -> bool:
+        """Whether a step should need more memory than there is; its start may be Tight."""
+        fit = self.fit
+        return fit is not None and (self.is_refused or fit.peak.nbytes > self.size.memory.usable)
+
+    @property
     def usd_per_hour(self) -> float | None:
         """Price of all nodes; None if unknown."""
         price = self.size.price
@@ -133,7 +139,7 @@ def expect(job: FineTuneJob, sizes: Sequence[GpuSize]) -> Expectation | None:
         if job.spec.training.packing is not True and _fits_with_short_rows(job, base, sizes, gpus):
             text = f"on {best.size.name} the longest row decides{_memory(best)} with maxSeqLength"
             return Expectation(True, Verdict.TIGHT.value, text)
-        return Expectation(False, "DoesNotFit", _refusal(best))
+        return Expectation(False, "DoesNotFit", refusal(best))
     verdict = Verdict.TIGHT if best.fit is None else best.fit.verdict
     return Expectation(True, verdict.value, f"on {best.size.name}{_memory(best)}")
 
@@ -147,9 +153,10 @@ def _fits_with_short_rows(
     return options(short, base, sizes, gpus=gpus)[0].is_possible
 
 
-def _refusal(option: Option) -> str:
+def refusal(option: Option) -> str:
+    """Return why a job is too large for a size, with the cheapest change that fits."""
     fit = option.fit
-    assert fit is not None, "it is refused by its memory"
+    assert fit is not None, "it is too large by its memory"
     advice = "use more or larger GPUs, or a smaller model"
     if fit.change is not None:
         advice = (
@@ -162,11 +169,17 @@ def _refusal(option: Option) -> str:
     )
 
 
-def _memory(option: Option) -> str:
+def step_memory(option: Option) -> str:
+    """Return the memory of a step and of a GPU; empty for models without known layers."""
     if option.fit is None:
         return ""
     peak, usable = option.fit.peak.nbytes, option.size.memory.usable
-    return f": a step takes {peak / _GIB:.1f} of {usable / _GIB:.1f} GiB per GPU"
+    return f"a step takes {peak / _GIB:.1f} of {usable / _GIB:.1f} GiB per GPU"
+
+
+def _memory(option: Option) -> str:
+    text = step_memory(option)
+    return f": {text}" if text else ""
 
 
 def _rank(option: Option) -> tuple[int, float, int]:

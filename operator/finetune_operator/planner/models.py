@@ -1,6 +1,6 @@
 """Find the shape of a known model in models.json, which operator/models generates.
 
-Planner and `ftctl plan` call it for models that they cannot read, such as gated ones.
+Planner, `ftctl plan` and `init` call it for models that they cannot read, such as gated ones.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.data.text_fixtures import tiny_model
+from support.local.fake_nvidia_smi import T4, fake_nvidia_smi
 
 HEAVY = {"torch", "transformers", "numpy", "datasets", "pyarrow"}
 
@@ -78,6 +80,17 @@ def test_a_manifest_is_written_previewed_and_run(project: Path) -> None:
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr == "job.yaml exists, and init overwrites no file; choose another name\n"
     assert (project / "job.yaml").read_text() == text
+
+
+def test_the_memory_of_a_step_is_beside_the_number_of_gpus(project: Path, tmp_path: Path) -> None:
+    options = ("--model", "./model", "--data", "rows.jsonl", "--gpus", "1")
+    path = fake_nvidia_smi(tmp_path, [T4])
+    wrote = ftctl("init", *options, folder=project, python=("-X", "importtime"), PATH=path)
+    assert wrote.returncode == 0, wrote.stderr
+    comment = r"gpusPerNode: 1 +# --gpus 1; a step takes \d\.\d of 14\.6 GiB per GPU\n"
+    assert re.search(comment, wrote.stdout)
+    imported = {line.rpartition("|")[2].strip() for line in wrote.stderr.splitlines()}
+    assert not imported & HEAVY
 
 
 def test_a_question_writes_no_file(project: Path) -> None:

@@ -14,11 +14,13 @@ from finetune_operator.api.validation import load_job
 from finetune_operator.cli.init_draft import Wish, drafted
 from finetune_operator.cli.init_numbers import estimated
 from finetune_operator.cli.init_places import place_of
+from finetune_operator.cli.trainer_process import BASE, Ask
 from finetune_operator.errors import FineTuneError
 from finetune_trainer.config import ColumnMap, DataFormat, Inspection, RowLengths
 from support.data.inspected import ask_here
 from support.data.row_shapes import ASKED, DETECTED, TURNS
 from support.data.text_fixtures import tiny_tokenizer
+from support.local.fake_nvidia_smi import H100, T4, fake_nvidia_smi
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,23 @@ def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def init(
-    model: Path | str, data: Path | str, folder: Path, **wish: Any
+    model: Path | str,
+    data: Path | str,
+    folder: Path,
+    *,
+    found: Sequence[str] = (),
+    ask: Ask = ask_here,
+    **wish: Any,
 ) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the manifest as text and as a value, and the warnings; it passes every check."""
+    """Return the manifest as text and as a value, and the warnings; it passes every check.
+
+    `found` are the GPUs that `nvidia-smi` shows.
+    """
     asked = Wish(place_of(str(model), "--model"), place_of(str(data), "--data"), **wish)
     environ = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    text, warnings = drafted(asked, ask_here, environ)
+    if found:
+        environ["PATH"] = fake_nvidia_smi(folder, found)
+    text, warnings = drafted(asked, ask, environ, lambda: len(found))
     file = folder / "checked.yaml"
     file.write_text(text)
     load_job(file, default_backend="local")
@@ -267,6 +280,105 @@ def test_special_tokens_of_the_model_in_texts_are_a_question(model: Path, tmp_pa
         init(model, data, tmp_path)
     _, spec, _ = init(model, data, tmp_path, columns=ColumnMap(text="text"))
     assert spec["dataset"]["allowSpecialTokens"] is True
+
+
+def rows_of(folder: Path) -> Path:
+    return write_rows(folder / "rows.jsonl", [pair(number) for number in range(300)])
+
+
+def asked_modules(asked: list[str]) -> Ask:
+    """Return `ask_here` that appends the modules to `asked`."""
+
+    def ask(module: str, *arguments: Any) -> list[dict[str, Any]]:
+        asked.append(module)
+        return ask_here(module, *arguments)
+
+    return ask
+
+
+def test_a_job_that_fits_shows_the_memory_of_a_step(tmp_path: Path) -> None:
+    asked = list[str]()
+    text, spec, warnings = init(
+        "meta-llama/Llama-3.1-8B",
+        rows_of(tmp_path),
+        tmp_path,
+        found=[H100, H100],
+        ask=asked_modules(asked),
+    )
+    assert warnings == []
+    assert spec["method"] == {"type": "lora"}
+    comment = r"gpusPerNode: 2 +# found 2; a step takes \d\d\.\d of 79\.1 GiB per GPU\n"
+    assert re.search(comment, text)
+    assert BASE not in asked  # its shape is built in
+
+
+def test_lora_becomes_qlora_if_only_qlora_fits(tmp_path: Path) -> None:
+    model = "meta-llama/Llama-3.1-8B"
+    text, spec, warnings = init(model, rows_of(tmp_path), tmp_path, found=[T4])
+    assert warnings == []
+    assert spec["method"] == {"type": "qlora"}
+    assert re.search(r"type: qlora +# with lora a step takes \d\d\.\d of 14\.6 GiB per GPU\n", text)
+    assert re.search(r"gpusPerNode: 1 +# found 1; a step takes \d\.\d of 14\.6 GiB", text)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "advice"),
+    [
+        pytest.param(
+            "meta-llama/Llama-3.1-8B",
+            MethodType.LORA,
+            "the cheapest change that fits is spec.method.type qlora with ",
+            id="the user has chosen",
+        ),
+        pytest.param(
+            "meta-llama/Llama-3.1-70B",
+            None,
+            "use more or larger GPUs, or a smaller model",
+            id="large",
+        ),
+    ],
+)
+def test_a_job_that_does_not_fit_is_a_warning(
+    tmp_path: Path, model: str, method: MethodType | None, advice: str
+) -> None:
+    text, spec, [warning] = init(model, rows_of(tmp_path), tmp_path, found=[T4], method=method)
+    assert spec["method"] == {"type": "lora"}
+    assert re.search(r"gpusPerNode: 1 +# found 1\n", text)
+    assert "the job does not fit on this machine: it needs " in warning
+    assert f"of 14.6 GiB per GPU; {advice}" in warning
+
+
+def test_the_trainer_reads_an_unknown_model_once(model: Path, tmp_path: Path) -> None:
+    asked = list[str]()
+    text, _, _ = init(model, rows_of(tmp_path), tmp_path, found=[H100], ask=asked_modules(asked))
+    assert asked.count(BASE) == 1
+    assert re.search(r"gpusPerNode: 1 +# found 1; a step takes \d\d\.\d of 79\.1 GiB", text)
+
+
+def test_a_model_that_cannot_be_read_has_no_forecast(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    (model / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    text, _, warnings = init(model, rows_of(tmp_path), tmp_path, found=[H100])
+    assert warnings == []
+    assert re.search(r"gpusPerNode: 1 +# found 1\n", text)
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus"),
+    [
+        pytest.param([], 1, id="no GPU here"),
+        pytest.param([H100], 2, id="more GPUs than here"),
+        pytest.param([H100], 0, id="a job on the CPU"),
+        pytest.param([H100.replace("81559", "[N/A]")], 1, id="memory unknown"),
+    ],
+)
+def test_gpus_that_are_not_known_have_no_forecast(
+    tmp_path: Path, found: Sequence[str], gpus: int
+) -> None:
+    model = "meta-llama/Llama-3.1-8B"
+    text, _, warnings = init(model, rows_of(tmp_path), tmp_path, found=found, gpus=gpus)
+    assert warnings == []
+    assert re.search(rf"gpusPerNode: {gpus} +# --gpus {gpus}\n", text)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Print the shape of a job's model as one JSON object, for `ftctl plan`.
+"""Print the shape of a job's model as one JSON object, for `ftctl plan` and `init`.
 
 `python -m finetune_trainer.memory.print_base CONFIG` reads the model's `config.json` from a folder,
 the cache or the hub, but no weights. An error is printed as {"error": sentence}.
