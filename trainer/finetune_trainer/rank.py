@@ -71,6 +71,7 @@ from finetune_trainer.stopping import Patience
 from finetune_trainer.strategies import (
     create,
     emulation_warning,
+    refuse_unsupported,
     single_process_warning,
 )
 from finetune_trainer.strategies.base import Strategy
@@ -107,6 +108,7 @@ def run(
     checkpoint = recorded(config.checkpoint, config.job)
     refusals = Refusals(not agreement.any(checkpoint is not None), warn_from_rank0)
     config, base = _resolve_config(config, world, telemetry, checkpoint, refusals)
+    refuse_unsupported(config)
     by_memory = partial(_by_memory, world=world, telemetry=telemetry, base=base, refusals=refusals)
     config = by_memory(config, None)
     data = _read_data(config, agreement, stop, telemetry, checkpoint, warn_from_rank0)

@@ -9,7 +9,7 @@ unconnected process.
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,16 +84,16 @@ class World:
             dist.all_reduce(values, group=self.group)
         return values
 
-    def smallest(self, value: int) -> int:
-        """Return the smallest `value` of all ranks; a collective in host memory."""
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Return for each place the smallest value of all ranks; a collective in host memory."""
         if self.control_group is None:
-            return value
+            return list(values)
         import torch
         import torch.distributed as dist
 
-        values = torch.tensor(value)
-        dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.control_group)
-        return int(values)
+        found = torch.tensor(values)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.control_group)
+        return [int(value) for value in found]
 
 
 def check_world_size(config: TrainConfig, launch: Launch | None) -> None:

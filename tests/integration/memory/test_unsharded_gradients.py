@@ -40,7 +40,7 @@ def test_the_ranks_agree_on_the_smallest_free_memory(held: dict[str, float]) -> 
 
 def _hold(group: "ProcessGroup | None", folder: Path) -> None:
     world = world_of(group)
-    found: dict[str, float] = {"smallest": world.smallest((4 - world.rank) * 2**40)}
+    found: dict[str, float] = {"smallest": world.smallest([(4 - world.rank) * 2**40])[0]}
     for name, is_reduced in (("unsharded", False), ("reduced", True)):
         strategy = {"type": "fsdp", "reduce_each_micro_batch": is_reduced}
         case = Case("room", strategy, precision="bf16", rows=8)

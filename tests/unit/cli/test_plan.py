@@ -61,6 +61,20 @@ def test_a_job_that_does_not_fit_has_the_cheapest_change_and_exit_code_1(tmp_pat
     assert "Not looked up for Standard_NC16as_T4_v3: " in small.output
 
 
+def test_a_model_that_the_host_cannot_load_for_sharding_does_not_fit(tmp_path: Path) -> None:
+    large: dict[str, Any] = {
+        "model": {"source": "hf://meta-llama/Llama-3.1-70B"},
+        "method": {"type": "full"},
+        "strategy": {"type": "fsdp"},
+        "topology": {"nodes": 16, "processesPerNode": None, "gpusPerNode": 1},
+    }
+    refused = plan_of(tmp_path, "--on", A100, **large)
+    assert refused.exit_code == 1
+    assert "needs 262.8 of 220 GiB of host memory to load the model" in refused.output
+    lora = {"method": {"type": "lora"}, "strategy": {"type": "auto"}}
+    assert "fsdp/" in plan_of(tmp_path, "--on", A100, **large | lora).output
+
+
 def test_all_sizes_are_compared_with_the_reason_why_each_lost(tmp_path: Path) -> None:
     done = plan_of(tmp_path, "--tokens", "20000000", "--json", method={"type": "lora"})
     found = json.loads(done.output)

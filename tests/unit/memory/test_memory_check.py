@@ -34,7 +34,8 @@ ROW = 4096
 
 def config_of(folder: Path, **changed: Any) -> TrainConfig:
     """Return full fine-tuning of a 1B model of which nothing but `config.json` is there."""
-    LlamaConfig(**ONE_B, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
+    settings = LlamaConfig(**ONE_B, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    settings.save_pretrained(folder / "model")
     training = {"precision": "bf16", "global_batch_size": 1, **changed.pop("training", {})}
     values = {"world": {"nproc_per_node": 1}, **changed}
     return train_config(folder, training=training, **values)
@@ -171,6 +172,37 @@ def test_auto_is_chosen_by_the_total_memory_of_a_gpu_and_its_generation(
     assert warnings == []
     with pytest.raises(ConfigError, match=r"2\.0 GiB are free"):
         resolved(config, gpu)
+
+
+def test_auto_does_not_shard_what_the_host_cannot_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = World(0, 0, 2, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (26 * GIB, 26 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(resolve, "has_nvlink", lambda _: True)
+    plain = config_of(
+        tmp_path,
+        world={"nproc_per_node": 2},
+        data={"max_seq_len": ROW},
+        training={"global_batch_size": 2},
+    )
+    auto = AutoConfig(settings=("strategy", "activationCheckpointing"))
+    config = plain.model_copy(update={"auto": auto})
+    chosen = {}
+    for total in (64, 4):
+        found = resolve_by_memory(
+            config,
+            gpu,
+            read_base_if_needed(config, gpu),
+            row_tokens=ROW,
+            refusals=STRICT,
+            warn=print,
+            host=partial(HostMemory, free=900 * GIB, total=total * GIB),
+        )
+        strategy = found.config.strategy
+        chosen[total] = (strategy.type, strategy.activation_checkpointing)
+    assert chosen == {64: ("fsdp", "none"), 4: ("ddp", "full")}
 
 
 def test_nvlink_has_to_connect_a_gpu_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ every collective at once, with no data, and shapes and types are real.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finetune_trainer.config import AutoConfig
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.loss import CausalLoss
-from finetune_trainer.strategies import create, emulation_warning, single_process_warning
+from finetune_trainer.strategies import (
+    create,
+    emulation_warning,
+    refuse_unsupported,
+    single_process_warning,
+)
 from finetune_trainer.strategies.ddp import DdpStrategy
 from finetune_trainer.strategies.fsdp import FsdpStrategy
 from finetune_trainer.world import World
@@ -133,6 +139,27 @@ def test_fsdp_on_one_process_is_refused_unless_it_goes_on_there() -> None:
     case = Case("", {"type": "fsdp"})
     with pytest.raises(ConfigError, match=r"strategy\.type fsdp needs at least two processes"):
         create(case_config(case, FOLDER, 1), world)
+
+
+def test_only_explicit_settings_are_refused_before_auto_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    explicit = train_config(
+        FOLDER,
+        world={"nproc_per_node": 1, "device": "cuda"},
+        strategy={"type": "fsdp"},
+        training={"precision": "bf16"},
+    )
+    for auto, message in (
+        (None, "Tesla V100 has no bf16"),
+        (AutoConfig(settings=("precision",)), "fsdp needs at least two processes"),
+        (AutoConfig(settings=("precision", "strategy")), None),
+    ):
+        config = explicit.model_copy(update={"auto": auto})
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            refuse_unsupported(config)
 
 
 def test_going_on_with_one_process_is_said_aloud() -> None:

@@ -12,9 +12,10 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.memory.host import allocator_settings, free_host_memory, host_memory
 from finetune_trainer.model.stored_quantization import stored_kind
 from finetune_trainer.refusals import Refusals
+from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import Gpu, Sizing, Verdict, changes
-from finetune_trainer.sizing.host import HostPeak, host_peak
-from finetune_trainer.sizing.method import base_precision
+from finetune_trainer.sizing.host import HostPeak, host_peak, sharded_loading
+from finetune_trainer.sizing.method import base_precision, with_method
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,6 +98,24 @@ def check_host_memory(
     else:
         free = f"of which {host.free / _GIB:.1f} GiB are free"
         refusals.warn(f"{problem}{free}, which may not be enough; {advice}")
+
+
+def can_load_sharded(
+    config: TrainConfig, host: HostMemory, base: BaseShape, settings: "PretrainedConfig"
+) -> bool:
+    """Return whether the node of rank 0 may have the memory to load a model that is sharded.
+
+    Args:
+        config: Configuration whose strategy may be `auto`.
+        host: Memory of the node of rank 0.
+        base: Shape of the model.
+        settings: The model's `config.json`, which states the dtype of its files.
+    """
+    stored = _stored_precision(settings)
+    shape = with_method(base, config)
+    converts = stored != base_precision(config)
+    needed = sharded_loading(shape, config, converts=converts)
+    return stored is None or needed <= host.total
 
 
 def _stored_precision(settings: "PretrainedConfig") -> str | None:

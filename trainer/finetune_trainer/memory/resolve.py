@@ -11,7 +11,11 @@ import torch
 from finetune_trainer.config import PlanReport, TrainConfig
 from finetune_trainer.gpu import has_nvlink
 from finetune_trainer.memory.check import check_memory
-from finetune_trainer.memory.check_host import HostMemory, check_host_memory
+from finetune_trainer.memory.check_host import (
+    HostMemory,
+    can_load_sharded,
+    check_host_memory,
+)
 from finetune_trainer.memory.host import free_host_memory
 from finetune_trainer.memory.read_base import read_base_of
 from finetune_trainer.memory.unsharded import choose_unsharded
@@ -56,7 +60,7 @@ def resolve_by_memory(
     Args:
         config: Configuration whose model, quantisation and packing are resolved.
         world: The ranks.
-        base: Shape of the model; None unless `needs_base`.
+        base: Result of `read_base_if_needed`.
         row_tokens: Tokens of the longest row, including padding.
         refusals: Refuses a new run, and only warns if the run has a checkpoint.
         warn: Warns the user.
@@ -66,52 +70,94 @@ def resolve_by_memory(
         ConfigError: The step does not fit, or the model cannot be loaded.
     """
     is_gpu = world.device.type == "cuda"
-    free, total = _memory(config, world)
-    smallest_free = world.smallest(free)
-    card = torch.cuda.get_device_capability(world.device) if is_gpu else (9, 0)
-    capability = divmod(world.smallest(100 * card[0] + card[1]), 100)
+    node = host() if is_gpu and config.training.check_memory else None
+    ranks = _measure(config, world, base, node)
     report = None
     if config.auto is not None:
-        assert base is not None, "needs_base"
-        usable = world.smallest(config.auto.usable_bytes or total)
-        hardware = Hardware(
-            Gpu(usable, capability),
-            free=smallest_free + measured_reserve(config) if is_gpu else None,
-            has_nvlink=is_gpu and bool(world.smallest(int(has_nvlink(world.device)))),
-        )
-        settings = load_settings(config.model)
-        choice = choose(
-            config,
-            Sizing(base, row_tokens),
-            hardware,
-            needs_single_rows=needs_single_rows(config, settings),
-            can_shard=can_be_sharded(settings) and stored_kind(settings) not in ("nf4", "int8"),
-        )
-        _warn_of_less(choice, hardware, warn)
-        config, report = choice.config, _report(choice, usable)
-    if is_gpu and config.training.check_memory:
+        assert base is not None, "read_base_if_needed has read it"
+        choice = _choose(config, Sizing(base, row_tokens), ranks, is_gpu=is_gpu)
+        _warn_of_less(choice, ranks, warn)
+        config, report = choice.config, _report(choice, ranks.usable)
+    if node is not None:
         check_memory(
             config,
-            free,
+            ranks.own_free,
             row_tokens=row_tokens,
             base=base,
-            capability=card,
+            capability=ranks.own_capability,
             refusals=refusals,
         )
-        if world.is_main:
-            assert base is not None, "needs_base"
-            gpu = Gpu(free + measured_reserve(config), card)
-            settings = load_settings(config.model)
-            check_host_memory(
-                config,
-                host(),
-                Sizing(base, row_tokens),
-                gpu,
-                settings=settings,
-                refusals=refusals,
-            )
-    resolved = choose_unsharded(config, smallest_free, base=base, capability=capability)
-    return Resolved(resolved, report)
+    if node is not None and world.is_main:
+        assert base is not None, "read_base_if_needed has read it"
+        gpu = Gpu(ranks.own_free + measured_reserve(config), ranks.own_capability)
+        settings = load_settings(config.model)
+        sizing = Sizing(base, row_tokens)
+        check_host_memory(config, node, sizing, gpu, settings=settings, refusals=refusals)
+    return Resolved(
+        choose_unsharded(config, ranks.free, base=base, capability=ranks.capability), report
+    )
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Memory of this rank, and the least of all ranks.
+
+    Attributes:
+        own_free: Free bytes of this rank's device.
+        own_capability: Compute capability of this rank's device.
+        free: Free bytes of every device.
+        usable: All bytes of every device, or the bytes in `config.auto`.
+        capability: Compute capability of every device.
+        has_nvlink: Whether NVLink connects the GPUs of every node.
+        can_shard: Whether the node of rank 0 has the memory to load a model that is sharded.
+    """
+
+    own_free: int
+    own_capability: tuple[int, int]
+    free: int
+    usable: int
+    capability: tuple[int, int]
+    has_nvlink: bool
+    can_shard: bool
+
+
+def _measure(
+    config: TrainConfig, world: World, base: BaseShape | None, node: HostMemory | None
+) -> _Ranks:
+    """Measure the memory of all ranks, in one collective.
+
+    `node` is the memory of this rank's node; None without the check of memory.
+    """
+    is_gpu = world.device.type == "cuda"
+    own_free, total = _memory(config, world)
+    usable = (config.auto.usable_bytes if config.auto is not None else None) or total
+    own = torch.cuda.get_device_capability(world.device) if is_gpu else (9, 0)
+    links = is_gpu and config.auto is not None and has_nvlink(world.device)
+    is_loadable = True
+    if config.auto is not None and node is not None and base is not None:
+        is_loadable = can_load_sharded(config, node, base, load_settings(config.model))
+    is_loadable |= not world.is_main
+    values = [own_free, usable, 100 * own[0] + own[1], int(links), int(is_loadable)]
+    free, usable, capability, nvlink, can_shard = world.smallest(values)
+    return _Ranks(
+        own_free, own, free, usable, divmod(capability, 100), bool(nvlink), bool(can_shard)
+    )
+
+
+def _choose(config: TrainConfig, sizing: Sizing, ranks: _Ranks, *, is_gpu: bool) -> Choice:
+    settings = load_settings(config.model)
+    is_stored = stored_kind(settings) in ("nf4", "int8")
+    return choose(
+        config,
+        sizing,
+        Hardware(
+            Gpu(ranks.usable, ranks.capability),
+            free=ranks.free + measured_reserve(config) if is_gpu else None,
+            has_nvlink=ranks.has_nvlink,
+        ),
+        needs_single_rows=needs_single_rows(config, settings),
+        can_shard=ranks.can_shard and can_be_sharded(settings) and not is_stored,
+    )
 
 
 def read_base_if_needed(config: TrainConfig, world: World) -> BaseShape | None:
@@ -143,13 +189,14 @@ def _report(choice: Choice, usable: int) -> PlanReport:
     )
 
 
-def _warn_of_less(choice: Choice, hardware: Hardware, warn: Callable[[str], None]) -> None:
-    if choice.passed_over is None or hardware.free is None:
+def _warn_of_less(choice: Choice, ranks: _Ranks, warn: Callable[[str], None]) -> None:
+    if choice.passed_over is None:
         return
     usual, chosen = _words(choice.passed_over), _words(choice.config)
+    free = ranks.free + measured_reserve(choice.config)
     warn(
-        f"spec.strategy: auto chose {chosen}, because only {hardware.free / _GIB:.1f} of "
-        f"{hardware.gpu.usable / _GIB:.1f} GiB of a GPU are free; with all of it, it would be "
+        f"spec.strategy: auto chose {chosen}, because only {free / _GIB:.1f} of "
+        f"{ranks.usable / _GIB:.1f} GiB of a GPU are free; with all of it, it would be "
         f"{usual}; end the other processes on that GPU"
     )
 

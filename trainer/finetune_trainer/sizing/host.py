@@ -64,6 +64,13 @@ def host_peak(
     )
 
 
+def sharded_loading(shape: ModelShape, config: TrainConfig, *, converts: bool) -> int:
+    """Return the host memory that rank 0 needs to load the model if a strategy shards it."""
+    strategy = config.strategy.model_copy(update={"type": "fsdp", "replicas": 1})
+    sharded = config.model_copy(update={"strategy": strategy})
+    return _Host(shape, sharded, "").loaded(converts=converts)
+
+
 def pinned_nbytes(nbytes: int, settings: str = "") -> int:
     """Return the bytes that torch pins for one tensor: the next power of two, up to twice its size.
 

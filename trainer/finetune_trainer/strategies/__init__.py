@@ -14,7 +14,7 @@ def create(config: TrainConfig, world: World) -> Strategy:
     Raises:
         ConfigError: the engine or the device does not support the configuration.
     """
-    _refuse_unsupported_bf16(config)
+    refuse_unsupported(config)
     if config.strategy.type == "ddp":
         from finetune_trainer.strategies.ddp import DdpStrategy
 
@@ -27,6 +27,27 @@ def create(config: TrainConfig, world: World) -> Strategy:
     from finetune_trainer.strategies.zero import ZeroStrategy
 
     return ZeroStrategy(config, world)
+
+
+def refuse_unsupported(config: TrainConfig) -> None:
+    """Refuse settings that the device or the installed packages do not support, except `auto`.
+
+    Raises:
+        ConfigError: Names the setting to change.
+    """
+    undecided = () if config.auto is None else config.auto.settings
+    if "precision" not in undecided:
+        _refuse_unsupported_bf16(config)
+    if "strategy" in undecided or config.strategy.type == "ddp":
+        return
+    if config.strategy.type == "fsdp":
+        from finetune_trainer.strategies import fsdp
+
+        fsdp.refuse_unsupported(config)
+    else:
+        from finetune_trainer.strategies import zero
+
+        zero.refuse_unsupported(config)
 
 
 def single_process_warning(config: TrainConfig) -> str | None:

@@ -196,25 +196,35 @@ class FsdpStrategy(NativeStrategy):
             part.reshard()
 
 
-def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
-    """Return the ranks as replicas x shards."""
-    replicas, size = config.strategy.replicas, world.world_size
+def refuse_unsupported(config: TrainConfig) -> None:
+    """Refuse worlds that cannot be divided into shards.
+
+    Raises:
+        ConfigError: Names the setting to change.
+    """
+    replicas, size = config.strategy.replicas, config.world.world_size
     if size == 1:
-        replicas = 1
         if not config.checkpoint.is_continued:
             raise ConfigError(
                 "spec.strategy.type fsdp needs at least two processes; use ddp, which is "
                 "equivalent with one"
             )
-        if not dist.is_initialized():  # a mesh needs a process group even for one process
-            backend = "nccl" if world.device.type == "cuda" else "gloo"
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     elif size % replicas or size == replicas:
         raise ConfigError(
             f"spec.strategy.replicas {replicas} does not divide {size} processes into groups of "
             "at least two; use another number, or ddp, in which every process has the whole model"
         )
+
+
+def _mesh(config: TrainConfig, world: World) -> DeviceMesh:
+    """Return the ranks as replicas x shards."""
+    replicas, size = config.strategy.replicas, world.world_size
+    if size == 1:
+        replicas = 1
+        if not dist.is_initialized():  # a mesh needs a process group even for one process
+            backend = "nccl" if world.device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if replicas == 1:
         return init_device_mesh(world.device.type, (size,), mesh_dim_names=("shard",))
     shape, names = (replicas, size // replicas), ("replica", "shard")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from finetune_trainer.config import TrainConfig
 from finetune_trainer.errors import ConfigError, TrainerError, WorldSizeError
 from finetune_trainer.model.loss import CausalLoss
+from finetune_trainer.sizing.zero import MOST_IN_BUCKET
 from finetune_trainer.strategies import zero_state
 from finetune_trainer.strategies.optimizer import make_adamw
 from finetune_trainer.strategies.parallelize import parallelize
@@ -28,7 +29,6 @@ from finetune_trainer.strategies.skeleton import empty_copy, filled
 from finetune_trainer.strategies.zero_loading import partition_weights
 from finetune_trainer.world import World, set_group_timeouts
 
-MOST_IN_BUCKET = 500_000_000  # elements; DeepSpeed's default
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +36,6 @@ class ZeroStrategy:
     """A DeepSpeed engine around the loss module."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
-        _refuse_unsupported(config)
         self._deepspeed = _start_deepspeed(config, world)
         self._config = config
         self._world = world
@@ -222,7 +221,7 @@ def _offload(config: TrainConfig, largest_parameter: int) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(config: TrainConfig) -> None:
+def refuse_unsupported(config: TrainConfig) -> None:
     """Refuse settings that DeepSpeed does not support, or would silently apply wrongly."""
     kind, training = config.strategy.type, config.training
     if importlib.util.find_spec("deepspeed") is None:
