@@ -1,7 +1,8 @@
 """Jobs through upgrade, rollback, downgrade, uninstall and reinstall by helm; 50 of them run.
 
 Chart and code of the last release come out of git. Controllers are real, pods are played; operators
-run as processes, with exactly the rights that the chart in force gives their account.
+run as processes, with exactly the rights that the chart in force gives their account. At the end
+the pods fail, and the second attempts repeat the plans of the first attempts.
 """
 
 import asyncio
@@ -31,6 +32,14 @@ from finetune_trainer.config import ExitCode, FailureClass, Phase, Progress, Ter
 from support.cluster.control_plane import CONTROLLERS, PROGRAMS, ControlPlane
 from support.cluster.last_release import BACKENDS, COMMIT, LastRelease, unpack
 from support.cluster.operators import ROOT, OperatorProcess, phase_of, wait_until
+from support.cluster.planned_jobs import (
+    OF_0_1_0,
+    Settings,
+    chosen_by_trainers,
+    configured,
+    lose_workers,
+    planned,
+)
 from support.cluster.played_pods import ProgressServer, end_pod, own_address
 from support.cluster.running_jobs import NODES, body, children, jobs, training
 
@@ -47,10 +56,14 @@ pytestmark = [
     ),
 ]
 RUNNING = 50
+CHOSEN = 25
+"""Jobs of the present release; the 50 jobs are of the last release."""
 CHART = ROOT / "charts" / "finetune-operator"
 HOME = "ops"
 OTHERS = "others"
 """Namespace of the jobs that do not run."""
+NEWER = "newer"
+"""Namespace of the jobs whose settings their trainers choose."""
 _ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 _DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 OTHER_PHASES = {
@@ -179,6 +192,15 @@ class World:
         assert [key for key in now if now[key] != self.before[key]] == []
         assert await jobs(self.client, HOME) == [("Running", 1)] * RUNNING
 
+    async def repeat_plans(self, namespace: str, plans: dict[str, Settings]) -> None:
+        """End the first attempts; the second attempts have exactly the settings of the plans."""
+        await lose_workers(self.client, namespace)
+        async with asyncio.timeout(60):
+            while len(found := await configured(self.client, namespace, 2)) < len(plans):
+                await asyncio.sleep(0.2)
+        assert found == plans
+        assert await planned(self.client, namespace) == plans
+
     @asynccontextmanager
     async def operator(self, folder: Path, source: Path | None) -> AsyncIterator[OperatorProcess]:
         """Run an operator as its account, until it has looked at each attempt."""
@@ -240,10 +262,20 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
         async with (
             world.operator(folder, last.source) as old,
             training(client, OTHERS, "ended", progress.port, running=2, backends=["aks"]),
-            training(client, HOME, "played", progress.port, running=RUNNING, backends=["aks"]),
+            training(
+                client,
+                HOME,
+                "played",
+                progress.port,
+                running=RUNNING,
+                backends=["aks"],
+                changes=OF_0_1_0,
+            ),
         ):
             await world.end_others()
             await world.settle()
+            plans = await planned(client, HOME)
+            assert plans == await configured(client, HOME, 1)
             await asyncio.to_thread(old.end)
 
             # Upgrade: new definitions, rights and operator.
@@ -272,11 +304,19 @@ async def through_all(plane: ControlPlane, last: LastRelease, folder: Path) -> N
             # The same name again, which helm asked for the definitions that were kept.
             await world.helm_works("install", "ft", str(CHART), *image)
             assert await world.revisions() == newest
-            async with world.operator(folder, None):
+            await client.create(NAMESPACES, {"metadata": {"name": NEWER}})
+            async with (
+                world.operator(folder, None) as first,
+                chosen_by_trainers(client, NEWER, "chosen", running=CHOSEN) as choices,
+            ):
                 await world.is_untouched()
+                await asyncio.to_thread(first.end)
+                async with world.operator(folder, None):
+                    await world.repeat_plans(HOME, plans)
+                    await world.repeat_plans(NEWER, choices)
 
 
-def test_jobs_in_every_phase_outlive_every_change_of_the_release(
+def test_jobs_outlive_every_change_of_the_release_and_later_attempts_repeat_their_plans(
     plane: ControlPlane, last: LastRelease, tmp_path: Path
 ) -> None:
     asyncio.run(through_all(plane, last, tmp_path))

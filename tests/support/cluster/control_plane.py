@@ -126,13 +126,19 @@ class ControlPlane:
         return (self._folder / "server.crt").read_bytes()
 
     def start_controllers(self) -> None:
-        """Start Kubernetes' own controllers, and its scheduler."""
+        """Start Kubernetes' own controllers, and its scheduler.
+
+        By default they send 20 and 50 requests a second, so the pods of 50 jobs would wait for the
+        limit, and claims would wait for up to 15 s.
+        """
         ports = _free_ports(len(CONTROLLERS))
         for program, port in zip(CONTROLLERS, ports, strict=True):
             more = ["--leader-elect=false", f"--secure-port={port}", f"--cert-dir={self._folder}"]
+            more += ["--kube-api-qps=500", "--kube-api-burst=1000"]
             if program == "kube-controller-manager":
                 key = self._folder / "server.key"
                 more.append(f"--service-account-private-key-file={key}")
+                more.append("--pvclaimbinder-sync-period=1s")
             arguments = [f"--kubeconfig={self.kubeconfig}", *more]
             self._controllers.append(self._start(program, *arguments))
 

@@ -83,7 +83,7 @@ async def played_node(
     Yields:
         The task that renews its heartbeat; the node is silent once it is cancelled.
     """
-    size = {"cpu": "4k", "memory": "4Ti", "pods": pods}
+    size = {"cpu": "4k", "memory": "4Ti", "pods": pods, "nvidia.com/gpu": "4k"}
     made = {
         "metadata": {
             "name": name,

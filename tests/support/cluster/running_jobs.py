@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from finetune_operator.kube.client import KubeClient
 from finetune_operator.kube.labels import JOB_UID_LABEL
@@ -43,10 +44,11 @@ async def training(
     running: int,
     backends: Sequence[str] = ("kubernetes", "aks"),
     nodes: int = 1,
+    changes: Sequence[Mapping[str, Any]] = ({},),
 ) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
     """Have so many jobs whose pods run on played nodes, with a profile of the same name.
 
-    The jobs name the backend by each of `backends` in turn.
+    The jobs name the backend by each of `backends` in turn, and have the `changes` in turn.
 
     Yields:
         The tasks that renew the heartbeats of the nodes, by the name of the node.
@@ -66,7 +68,7 @@ async def training(
         await client.create(FINE_TUNE_PROFILES, made)
         for number in range(running):
             backend = backends[number % len(backends)]
-            made = body(f"job-{number}", name, port, backend)
+            made = body(f"job-{number}", name, port, backend, **changes[number % len(changes)])
             await client.create(FINE_TUNE_JOBS, made, namespace)
         placed: set[str] = set()
         async with asyncio.timeout(120):
@@ -82,12 +84,15 @@ async def training(
             await client.delete(FINE_TUNE_PROFILES, name)
 
 
-def body(name: str, profile_name: str, port: int, backend: str = "kubernetes") -> Object:
+def body(
+    name: str, profile_name: str, port: int, backend: str = "kubernetes", **changes: Any
+) -> Object:
     fields = {
         **JOB,
         "backend": {"type": backend, backend: {"profile": profile_name}},
         "observability": {"metricsPort": port},
         "topology": {"nodes": NODES},
+        **changes,
     }
     made: Object = manifest(name=name, **fields)
     del made["metadata"]["namespace"]
