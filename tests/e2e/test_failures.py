@@ -90,6 +90,31 @@ def test_pods_that_ask_for_gpus_go_to_nodes_that_offer_them_and_say_if_there_are
     jobs.delete("gpus")
 
 
+def test_a_job_that_fits_on_no_gpu_has_no_child_until_it_has_the_change_of_the_message(
+    jobs: Jobs,
+) -> None:
+    jobs.apply(
+        "heavy",
+        model={"source": "hf://meta-llama/Llama-3.1-8B"},
+        method={"type": "full"},
+        topology={"nodes": 1, "gpusPerNode": 1, "instanceType": "Standard_NC4as_T4_v3"},
+    )
+    stalled = jobs.wait_for_reason("heavy", "Stalled", "DoesNotFit", 10)
+    planned = condition(jobs.get("heavy"), "Planned")
+    assert (stalled["status"], planned["status"]) == ("True", "False")
+    assert planned["reason"] == "DoesNotFit"
+    for one in (stalled, planned):
+        assert "does not fit on Standard_NC4as_T4_v3" in one["message"]
+        assert "the cheapest change that fits is spec.method.type qlora" in one["message"]
+    assert jobs.children("heavy") == []
+
+    jobs.api.change(NAMESPACE, "heavy", suspend=True)
+    jobs.api.change(NAMESPACE, "heavy", suspend=False, method={"type": "qlora"})
+    wait_until(lambda: jobs.pods("heavy", 1), 20, "heavy to have a pod")
+    assert condition(jobs.get("heavy"), "Planned")["status"] == "True"
+    jobs.delete("heavy")
+
+
 STUCK = [
     pytest.param(
         {"nodes": {"selector": {"finetune.test/none": "here"}}},
