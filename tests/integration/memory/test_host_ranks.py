@@ -30,6 +30,7 @@ from support.strategies.parity import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_M_MMAP_THRESHOLD = -3
 PRECISION_OF_FILES = torch.bfloat16
 
 
@@ -69,6 +70,8 @@ def anonymous_bytes() -> int:
 
 def measure(group: "ProcessGroup", folder: Path, config: TrainConfig) -> None:
     """Do as `rank` and `export` do, and write the bytes of each moment."""
+    # Otherwise the heap retains up to 200 MiB of tensors below 32 MiB, whatever the model.
+    ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 2**16)
     world, found = world_of(group), {}
     strategy = create(config, world)
     with Grown() as loading:
@@ -105,7 +108,7 @@ def test_two_ranks_take_the_host_memory_of_the_formula(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = LlamaConfig(
-        vocab_size=16_384, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12
+        vocab_size=4096, hidden_size=4096, intermediate_size=4608, num_hidden_layers=1
     )
     LlamaForCausalLM(settings).to(PRECISION_OF_FILES).save_pretrained(tmp_path / "model")
     config = train_config(
@@ -132,5 +135,5 @@ def test_two_ranks_take_the_host_memory_of_the_formula(
         assert second["loading"] < 2**25
     for moment, (expected, found) in pairs.items():
         print(f"{strategy} {method} {moment}: {expected / 2**20:.0f} by {found / 2**20:.0f} MiB")
-        # 64 MiB for the arenas of malloc, which vary from run to run.
-        assert -(2**26) - 0.05 * found < expected - found < 0.15 * found + 2**26, moment
+        # 24 MiB for what is not a weight, such as buffers of gloo.
+        assert -(3 * 2**23) - 0.05 * found < expected - found < 0.15 * found + 3 * 2**23, moment

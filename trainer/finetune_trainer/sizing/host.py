@@ -1,7 +1,8 @@
 """Compute the host memory of rank 0's node, whose ranks train on GPUs.
 
 The start check uses it. The processes themselves are not counted: they have started by then.
-Measured on two gloo ranks, which `test_host_ranks.py` compares.
+Measured on two gloo ranks, which `test_host_ranks.py` compares. The heap of malloc may retain some
+hundred MiB of freed tensors, which are not counted either.
 """
 
 import re
@@ -150,9 +151,10 @@ class _Host:
             return is_gathered * _FP32 * self._num_trained()
         gathered = is_gathered * shape.sum_weights(self._gathered)
         own = shape.sum_weights(lambda w: w.count)
-        if self.config.method.type != "full":  # merged in fp32; two copies of a weight at once
-            largest = shape.largest_weight(lambda w: w.count)
-            return gathered + _FP32 * (own + 2 * largest)
+        if self.config.method.type != "full":  # peft checks a copy of each merged weight
+            merged = max(w.count for kind in shape.kinds for w in kind.weights)
+            cast = shape.largest_weight(lambda w: w.count)
+            return gathered + _FP32 * own + max(4 * _FP32 * merged, 2 * cast)
         stored = _FP32 if self.zero_stage else ITEMSIZE[base_precision(self.config)]
         written = {"float32": 4, "float16": 2, "bfloat16": 2}.get(output.dtype or "", 2)
         return gathered + own * written * (written != stored)
