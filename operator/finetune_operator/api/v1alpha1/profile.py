@@ -27,6 +27,8 @@ Path = Annotated[
     Field(min_length=1, max_length=1024),
     Rule("self.startsWith('/')", "must be an absolute path; start it with /"),
 ]
+WHOLE_GPU = "nvidia.com/gpu"
+"""Resource of whole GPUs; others, such as nvidia.com/mig-1g.10gb, may be parts of one."""
 _SEGMENT = "([A-Za-z0-9_-][A-Za-z0-9._-]*|[{]namespace[}])"
 SubPath = Annotated[
     str,
@@ -106,7 +108,7 @@ class ResourceSettings(ApiModel):
     """Memory request and limit, including shared memory."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm; absent means no limit other than the memory limit."""
-    gpu: ResourceName = "nvidia.com/gpu"
+    gpu: ResourceName = WHOLE_GPU
     """Resource name of a GPU."""
     rdma: RdmaResource | None = None
     """InfiniBand; absent means that the nodes have no InfiniBand."""

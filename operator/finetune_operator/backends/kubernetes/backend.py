@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from finetune_operator.api.problems import Problem, Severity
 from finetune_operator.api.v1alpha1.job import FineTuneJob
+from finetune_operator.api.v1alpha1.profile import WHOLE_GPU
 from finetune_operator.backends.base import (
     Attempt,
     AttemptRef,
@@ -83,16 +84,20 @@ class KubernetesBackend(Backend):
         return [*found, *pod_checks.forbidden(job, profile)]
 
     def gpu_sizes(self, job: FineTuneJob) -> Sequence[GpuSize]:
-        """List the size of the job, or else the sizes of its profile or the memory of its GPUs."""
-        if own := super().gpu_sizes(job):
-            return own
+        """List the size of the job, or else the sizes of its profile or the memory of its GPUs.
+
+        The memory of MIG slices and other parts of a GPU is only known from the profile.
+        """
+        own = super().gpu_sizes(job)
         try:
-            nodes = self._profiles.of(job).spec.nodes
+            profile = self._profiles.of(job).spec
         except ProfileError:
+            return own
+        if profile.nodes.gpu_memory_gib is not None and not own:
+            return (size_with(profile.nodes.gpu_memory_gib),)
+        if profile.resources.gpu != WHOLE_GPU:
             return ()
-        if nodes.gpu_memory_gib is not None:
-            return (size_with(nodes.gpu_memory_gib),)
-        return [size_of(name) for name in nodes.instance_types]
+        return own or [size_of(name) for name in profile.nodes.instance_types]
 
     async def close(self) -> None:
         """Cancel open requests to pods."""

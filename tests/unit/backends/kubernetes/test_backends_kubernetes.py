@@ -47,6 +47,21 @@ def test_every_golden_is_of_a_job_that_its_profile_allows() -> None:
         assert backend(profile(**case.profile)).validate(made) == [], name
 
 
+def test_only_the_profile_knows_the_memory_of_a_part_of_a_gpu() -> None:
+    size = "Standard_NC24ads_A100_v4"
+    offered = {"nodes": {"instanceTypes": [size]}}
+    slices = {"resources": {"gpu": "nvidia.com/mig-1g.10gb"}}
+
+    def memory(changes: Mapping[str, Any], **topology: Any) -> list[float]:
+        small = job(**{**JOB, "topology": {"gpusPerNode": 1, **topology}})
+        return [one.usable_gib for one in backend(profile(**changes)).gpu_sizes(small)]
+
+    assert memory(offered) == [79.1]
+    assert memory({**offered, **slices}) == []
+    assert memory({**offered, **slices}, instanceType=size) == []
+    assert memory({"nodes": {"gpuMemoryGiB": 9.5}, **slices}) == [9.5]
+
+
 def pod_of(name: str, attempt: int = 1) -> Object:
     """Return the pod template of a case."""
     made: Object = CASES[name].request().objects[-1]["spec"]["template"]
