@@ -18,8 +18,8 @@ from finetune_trainer.config import TrainConfig
 from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.choose import Hardware, choose
 from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
-from finetune_trainer.sizing.host import sharded_loading
-from finetune_trainer.sizing.method import base_precision, is_loaded_once
+from finetune_trainer.sizing.host import loading_bytes
+from finetune_trainer.sizing.method import base_precision
 
 _SHORTEST_ROW = 8  # tokens, as in `training.maxSeqLength`
 _GIB = 2**30
@@ -40,7 +40,6 @@ class Option:
             without a list of layers.
         forecast: Speed and price; None if unknown.
         lost_by: Reason why another option is better; empty for the best option.
-        missing_host_bytes: Host memory for loading the model, if a node of the size has less.
     """
 
     size: GpuSize
@@ -49,7 +48,6 @@ class Option:
     fit: Fit | None
     forecast: Forecast | None
     lost_by: str
-    missing_host_bytes: int = 0
 
     @property
     def is_possible(self) -> bool:
@@ -59,8 +57,7 @@ class Option:
     @property
     def is_refused(self) -> bool:
         """Whether the trainer would refuse the job."""
-        is_too_large = self.fit is not None and self.fit.verdict is Verdict.WOULD_NOT_FIT
-        return is_too_large or self.missing_host_bytes > 0
+        return self.fit is not None and self.fit.verdict is Verdict.WOULD_NOT_FIT
 
     @property
     def is_too_large(self) -> bool:
@@ -160,20 +157,19 @@ def _fits_with_short_rows(
 
 def refusal(option: Option) -> str:
     """Return why a job is too large for a size, with the cheapest change that fits."""
-    if option.missing_host_bytes:
-        need = _needs_host(option.missing_host_bytes, option.size)
-        advice = "use nodes with more memory, larger GPUs, or a smaller model"
-    else:
-        fit = option.fit
-        assert fit is not None, "it is too large by its memory"
-        need = f"{_needs(fit, option.size.memory)} per GPU"
-        advice = "use more or larger GPUs, or a smaller model"
-        if fit.change is not None:
-            size = f"{fit.change_bytes / _GIB:.1f} GiB"
-            advice = f"the cheapest change that fits is {fit.change} ({size})"
+    fit = option.fit
+    assert fit is not None, "it is too large by its memory"
+    advice = "use more or larger GPUs, or a smaller model"
+    if fit.change is not None:
+        advice = (
+            f"the cheapest change that fits is {fit.change} ({fit.change_bytes / _GIB:.1f} GiB)"
+        )
+    verb, also = "may not fit", ""
+    if option.is_refused:
+        verb, also = "does not fit", "; spec.training.checkMemory false starts anyway"
     return (
-        f"spec.training: the job does not fit on {option.size.name}: it {need}; {advice}; "
-        "spec.training.checkMemory false starts anyway"
+        f"spec.training: the job {verb} on {option.size.name}: it "
+        f"{_needs(fit, option.size.memory)} per GPU; {advice}{also}"
     )
 
 
@@ -193,8 +189,6 @@ def _memory(option: Option) -> str:
 def _rank(option: Option) -> tuple[int, float, int]:
     verdicts = list(Verdict)
     verdict = Verdict.TIGHT if option.fit is None else option.fit.verdict
-    if option.is_refused:
-        verdict = Verdict.WOULD_NOT_FIT
     place = len(verdicts) if option.config is None else verdicts.index(verdict)
     cost = float("inf") if option.cost is None else option.cost
     return place, cost, option.size.gpus * option.nodes
@@ -214,17 +208,17 @@ def _option(
         config = _config_on(job, nodes, gpus)
     except InvalidJobError as error:
         return without(str(error))
-    gpu, missing = size.memory, _missing_host_bytes(config, sizing, size)
-    chooses_strategy = config.auto is not None and "strategy" in config.auto.settings
+    gpu, lacks_host_memory = size.memory, _lacks_host_memory(config, sizing, size)
+    can_choose = config.auto is not None and "strategy" in config.auto.settings
     if config.auto is not None:
         hardware = Hardware(gpu, has_nvlink=size.has_nvlink)
-        config = choose(config, sizing, hardware, can_shard=not missing).config
+        config = choose(config, sizing, hardware, can_shard=not lacks_host_memory).config
     if config.training.precision == "bf16" and gpu.capability < _BF16_FROM:
         return without("has no bf16")
     fit = sizing.fit(config, gpu) if sizing.has_layers else None
     does_not_fit = fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT
-    if missing and (is_loaded_once(config) or (chooses_strategy and does_not_fit)):
-        return Option(size, nodes, config, fit, None, _needs_host(missing, size), missing)
+    if lacks_host_memory and (does_not_fit or not can_choose):
+        return without(lacks_host_memory)
     if fit is not None and does_not_fit:
         return Option(size, nodes, config, fit, None, _needs(fit, gpu))
     speed = None
@@ -233,16 +227,19 @@ def _option(
     return Option(size, nodes, config, fit, speed, "")
 
 
-def _missing_host_bytes(config: TrainConfig, sizing: Sizing, size: GpuSize) -> int:
-    """Return the host memory to load a model that is sharded, if the size has less; otherwise 0.
+def _lacks_host_memory(config: TrainConfig, sizing: Sizing, size: GpuSize) -> str:
+    """Return the reason why rank 0 cannot load the model on a size; empty if it can.
 
-    The files of the model are assumed to be in 16 bits.
+    The dtype of the files is not known. Only for fp32 are they assumed to have another one, so that
+    rank 0 holds all weights in its memory.
     """
     if not size.host_gib or "host_gib" in size.recalled:
-        return 0
+        return ""
     converts = base_precision(config) == "fp32"
-    loading = sharded_loading(sizing.shape(config), config, converts=converts)
-    return loading if loading > size.host_gib * _GIB else 0
+    needed = loading_bytes(sizing.shape(config), config, converts=converts) / _GIB
+    if needed <= size.host_gib:
+        return ""
+    return f"needs {needed:.1f} of {size.host_gib:g} GiB of host memory to load the model"
 
 
 def _config_on(job: FineTuneJob, nodes: int, gpus: int) -> TrainConfig:
@@ -255,10 +252,6 @@ def _config_on(job: FineTuneJob, nodes: int, gpus: int) -> TrainConfig:
 
 def _needs(fit: Fit, gpu: Gpu) -> str:
     return f"needs {fit.peak.nbytes / _GIB:.1f} of {gpu.usable / _GIB:.1f} GiB"
-
-
-def _needs_host(loading: int, size: GpuSize) -> str:
-    return f"needs {loading / _GIB:.1f} of {size.host_gib:g} GiB of host memory to load the model"
 
 
 def _beside(option: Option, best: Option | None) -> Option:

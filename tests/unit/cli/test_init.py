@@ -322,29 +322,32 @@ def test_lora_becomes_qlora_if_only_qlora_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "method", "advice"),
+    ("model", "method", "verb", "advice"),
     [
         pytest.param(
             "meta-llama/Llama-3.1-8B",
             MethodType.LORA,
+            "may not fit",
             "the cheapest change that fits is spec.method.type qlora with ",
             id="the user has chosen",
         ),
         pytest.param(
             "meta-llama/Llama-3.1-70B",
             None,
+            "does not fit",
             "use more or larger GPUs, or a smaller model",
             id="large",
         ),
     ],
 )
 def test_a_job_that_does_not_fit_is_a_warning(
-    tmp_path: Path, model: str, method: MethodType | None, advice: str
+    tmp_path: Path, model: str, method: MethodType | None, verb: str, advice: str
 ) -> None:
     text, spec, [warning] = init(model, rows_of(tmp_path), tmp_path, found=[T4], method=method)
     assert spec["method"] == {"type": "lora"}
     assert re.search(r"gpusPerNode: 1 +# found 1\n", text)
-    assert "the job does not fit on this machine: it needs " in warning
+    assert f"the job {verb} on this machine: it needs " in warning
+    assert ("checkMemory" in warning) == (verb == "does not fit")
     assert f"of 14.6 GiB per GPU; {advice}" in warning
 
 

@@ -70,7 +70,11 @@ def test_a_model_that_the_host_cannot_load_for_sharding_does_not_fit(tmp_path: P
     }
     refused = plan_of(tmp_path, "--on", A100, **large)
     assert refused.exit_code == 1
+    assert refused.output.startswith("WouldNotFit: meta-llama/Llama-3.1-70B on 16 x ")
     assert "needs 262.8 of 220 GiB of host memory to load the model" in refused.output
+    assert "cheapest change" not in refused.output
+    in_16_bits = plan_of(tmp_path, "--on", A100, **large | {"strategy": {"type": "zero3"}})
+    assert "host memory" not in in_16_bits.output
     lora = {"method": {"type": "lora"}, "strategy": {"type": "auto"}}
     assert "fsdp/" in plan_of(tmp_path, "--on", A100, **large | lora).output
 

@@ -14,9 +14,10 @@ from finetune_trainer.memory.check_host import HostMemory, check_host_memory
 from finetune_trainer.memory.read_base import read_base
 from finetune_trainer.model.load import without_weights
 from finetune_trainer.refusals import Refusals
-from finetune_trainer.sizing.base_shape import BaseShape
+from finetune_trainer.sizing.base_shape import BaseShape, BaseTensor
 from finetune_trainer.sizing.fit import Gpu, Sizing
 from finetune_trainer.sizing.host import host_peak
+from finetune_trainer.sizing.method import with_method
 from support.launch.launches import train_config
 from support.memory.memory_setups import EIGHT_B
 
@@ -74,6 +75,16 @@ def test_the_host_memory_of_an_8b_model_by_moment(
     found = moments(config_of(tmp_path, strategy, **changes), converts=converts)
     assert tuple(found.values()) == expected
     assert list(found) == ["loading", "training", "checkpoint", "export"]
+
+
+def test_a_model_without_known_layers_has_the_memory_of_its_weights(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "ddp", **LORA)
+    weights = BaseTensor(name="weight", shape=(4096, 4096), is_linear=True)
+    none = {"kinds": (), "order": (), "embedding": (), "head": (), "head_weight": None}
+    unknown = base().model_copy(update={**none, "others": (weights,)})
+    copies = 4 + 4 * 4  # all weights in fp32, and four copies of the largest
+    found = host_peak(with_method(unknown, config), config)
+    assert found.moments["export"] == copies * 4096**2
 
 
 def warnings_of(

@@ -174,35 +174,54 @@ def test_auto_is_chosen_by_the_total_memory_of_a_gpu_and_its_generation(
         resolved(config, gpu)
 
 
+@pytest.mark.parametrize(
+    ("method", "card", "total", "small_host"),
+    [
+        pytest.param({"type": "full"}, (9, 0), 32 * GIB, 4, id="fp32 weights"),
+        pytest.param(
+            {"type": "lora", "lora": {}},
+            (7, 0),
+            23 * GIB // 2,
+            2,
+            id="fp16 weights of files in bf16",
+        ),
+    ],
+)
 def test_auto_does_not_shard_what_the_host_cannot_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: dict[str, Any],
+    card: tuple[int, int],
+    total: int,
+    small_host: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = World(0, 0, 2, torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (26 * GIB, 26 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    gpu, warnings = World(0, 0, 2, torch.device("cuda", 0)), list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total, total))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card)
     monkeypatch.setattr(resolve, "has_nvlink", lambda _: True)
     plain = config_of(
         tmp_path,
+        method=method,
         world={"nproc_per_node": 2},
         data={"max_seq_len": ROW},
         training={"global_batch_size": 2},
     )
-    auto = AutoConfig(settings=("strategy", "activationCheckpointing"))
+    auto = AutoConfig(settings=("strategy", "precision"))
     config = plain.model_copy(update={"auto": auto})
     chosen = {}
-    for total in (64, 4):
+    for host in (64, small_host):
         found = resolve_by_memory(
             config,
             gpu,
             read_base_if_needed(config, gpu),
             row_tokens=ROW,
-            refusals=STRICT,
+            refusals=Refusals(is_new=True, warn=warnings.append),
             warn=print,
-            host=partial(HostMemory, free=900 * GIB, total=total * GIB),
+            host=partial(HostMemory, free=900 * GIB, total=host * GIB),
         )
-        strategy = found.config.strategy
-        chosen[total] = (strategy.type, strategy.activation_checkpointing)
-    assert chosen == {64: ("fsdp", "none"), 4: ("ddp", "full")}
+        chosen[host] = found.config.strategy.type
+    assert chosen == {64: "fsdp", small_host: "ddp"}
+    assert not any("strategy.type fsdp" in warning for warning in warnings)
 
 
 def test_nvlink_has_to_connect_a_gpu_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:

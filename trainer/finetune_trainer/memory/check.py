@@ -21,6 +21,7 @@ def check_memory(
     row_tokens: int,
     base: BaseShape | None = None,
     capability: tuple[int, int] = (9, 0),
+    can_shard: bool = True,
     refusals: Refusals = STRICT,
     warns: bool = True,
 ) -> Fit | None:
@@ -34,6 +35,7 @@ def check_memory(
         row_tokens: Tokens of the longest row, including padding.
         base: Shape of the model; read from its `config.json` by default.
         capability: Compute capability of the device.
+        can_shard: Whether the message may suggest sharding.
         refusals: Refuses a new run, and only warns if the run has a checkpoint.
         warns: Whether a configuration that may not fit gets a warning.
 
@@ -48,7 +50,7 @@ def check_memory(
     if not base.order:
         return None
     gpu = Gpu(free + measured_reserve(config), capability)
-    found = Sizing(base, row_tokens).fit(config, gpu)
+    found = Sizing(base, row_tokens).fit(config, gpu, can_shard=can_shard)
     if found.verdict is Verdict.WOULD_NOT_FIT:
         sentence = f"{_problem(found, free)}; {_advice(found)}"
         refusals.refuse(ConfigError(f"{sentence}; spec.training.checkMemory false starts anyway"))

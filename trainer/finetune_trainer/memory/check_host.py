@@ -14,7 +14,7 @@ from finetune_trainer.model.stored_quantization import stored_kind
 from finetune_trainer.refusals import Refusals
 from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.fit import Gpu, Sizing, Verdict, changes
-from finetune_trainer.sizing.host import HostPeak, host_peak, sharded_loading
+from finetune_trainer.sizing.host import HostPeak, host_peak, loading_bytes
 from finetune_trainer.sizing.method import base_precision, with_method
 
 if TYPE_CHECKING:
@@ -100,22 +100,21 @@ def check_host_memory(
         refusals.warn(f"{problem}{free}, which may not be enough; {advice}")
 
 
-def can_load_sharded(
-    config: TrainConfig, host: HostMemory, base: BaseShape, settings: "PretrainedConfig"
+def can_load(
+    config: TrainConfig, total: int, base: BaseShape, settings: "PretrainedConfig"
 ) -> bool:
-    """Return whether the node of rank 0 may have the memory to load a model that is sharded.
+    """Return whether the node of rank 0 may have the memory to load the model.
 
     Args:
-        config: Configuration whose strategy may be `auto`.
-        host: Memory of the node of rank 0.
+        config: Configuration whose precision is known.
+        total: Memory of the node of rank 0.
         base: Shape of the model.
         settings: The model's `config.json`, which states the dtype of its files.
     """
     stored = _stored_precision(settings)
-    shape = with_method(base, config)
     converts = stored != base_precision(config)
-    needed = sharded_loading(shape, config, converts=converts)
-    return stored is None or needed <= host.total
+    needed = loading_bytes(with_method(base, config), config, converts=converts)
+    return stored is None or needed <= total
 
 
 def _stored_precision(settings: "PretrainedConfig") -> str | None:

@@ -3,6 +3,7 @@
 `rank` calls it on every rank before the model is loaded; the result is the same on all ranks.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from finetune_trainer.gpu import has_nvlink
 from finetune_trainer.memory.check import check_memory
 from finetune_trainer.memory.check_host import (
     HostMemory,
-    can_load_sharded,
+    can_load,
     check_host_memory,
 )
 from finetune_trainer.memory.host import free_host_memory
@@ -24,7 +25,7 @@ from finetune_trainer.model.load import load_settings
 from finetune_trainer.model.stored_quantization import stored_kind
 from finetune_trainer.refusals import Refusals
 from finetune_trainer.sizing.base_shape import BaseShape
-from finetune_trainer.sizing.choose import Choice, Hardware, choose
+from finetune_trainer.sizing.choose import Choice, Hardware, choose, with_precision
 from finetune_trainer.sizing.fit import Gpu, Sizing
 from finetune_trainer.sizing.reserve import measured_reserve
 from finetune_trainer.world import World
@@ -71,11 +72,13 @@ def resolve_by_memory(
     """
     is_gpu = world.device.type == "cuda"
     node = host() if is_gpu and config.training.check_memory else None
-    ranks = _measure(config, world, base, node)
-    report = None
+    ranks = _measure(config, world, node)
+    report, is_loadable = None, True
     if config.auto is not None:
         assert base is not None, "read_base_if_needed has read it"
-        choice = _choose(config, Sizing(base, row_tokens), ranks, is_gpu=is_gpu)
+        is_loadable = _is_loadable(config, base, ranks)
+        sizing = Sizing(base, row_tokens)
+        choice = _choose(config, sizing, ranks, is_gpu=is_gpu, is_loadable=is_loadable)
         _warn_of_less(choice, ranks, warn)
         config, report = choice.config, _report(choice, ranks.usable)
     if node is not None:
@@ -85,6 +88,7 @@ def resolve_by_memory(
             row_tokens=row_tokens,
             base=base,
             capability=ranks.own_capability,
+            can_shard=is_loadable,
             refusals=refusals,
         )
     if node is not None and world.is_main:
@@ -105,11 +109,11 @@ class _Ranks:
     Attributes:
         own_free: Free bytes of this rank's device.
         own_capability: Compute capability of this rank's device.
-        free: Free bytes of every device.
-        usable: All bytes of every device, or the bytes in `config.auto`.
-        capability: Compute capability of every device.
+        free: Free bytes of the device that has the least.
+        usable: Bytes of the smallest device, or the least `usable_bytes` of `config.auto`.
+        capability: Lowest compute capability of the devices.
         has_nvlink: Whether NVLink connects the GPUs of every node.
-        can_shard: Whether the node of rank 0 has the memory to load a model that is sharded.
+        host: Bytes of the node of rank 0; all that 63 bits hold if memory is not checked.
     """
 
     own_free: int
@@ -118,12 +122,10 @@ class _Ranks:
     usable: int
     capability: tuple[int, int]
     has_nvlink: bool
-    can_shard: bool
+    host: int
 
 
-def _measure(
-    config: TrainConfig, world: World, base: BaseShape | None, node: HostMemory | None
-) -> _Ranks:
+def _measure(config: TrainConfig, world: World, node: HostMemory | None) -> _Ranks:
     """Measure the memory of all ranks, in one collective.
 
     `node` is the memory of this rank's node; None without the check of memory.
@@ -133,18 +135,21 @@ def _measure(
     usable = (config.auto.usable_bytes if config.auto is not None else None) or total
     own = torch.cuda.get_device_capability(world.device) if is_gpu else (9, 0)
     links = is_gpu and config.auto is not None and has_nvlink(world.device)
-    is_loadable = True
-    if config.auto is not None and node is not None and base is not None:
-        is_loadable = can_load_sharded(config, node, base, load_settings(config.model))
-    is_loadable |= not world.is_main
-    values = [own_free, usable, 100 * own[0] + own[1], int(links), int(is_loadable)]
-    free, usable, capability, nvlink, can_shard = world.smallest(values)
-    return _Ranks(
-        own_free, own, free, usable, divmod(capability, 100), bool(nvlink), bool(can_shard)
-    )
+    host = node.total if node is not None and world.is_main else sys.maxsize
+    values = [own_free, usable, 100 * own[0] + own[1], int(links), host]
+    free, usable, capability, nvlink, host = world.smallest(values)
+    return _Ranks(own_free, own, free, usable, divmod(capability, 100), bool(nvlink), host)
 
 
-def _choose(config: TrainConfig, sizing: Sizing, ranks: _Ranks, *, is_gpu: bool) -> Choice:
+def _is_loadable(config: TrainConfig, base: BaseShape, ranks: _Ranks) -> bool:
+    """Return whether the node of rank 0 may have the memory to load a model that is sharded."""
+    precise = with_precision(config, Gpu(ranks.usable, ranks.capability))
+    return can_load(precise, ranks.host, base, load_settings(config.model))
+
+
+def _choose(
+    config: TrainConfig, sizing: Sizing, ranks: _Ranks, *, is_gpu: bool, is_loadable: bool
+) -> Choice:
     settings = load_settings(config.model)
     is_stored = stored_kind(settings) in ("nf4", "int8")
     return choose(
@@ -156,7 +161,7 @@ def _choose(config: TrainConfig, sizing: Sizing, ranks: _Ranks, *, is_gpu: bool)
             has_nvlink=ranks.has_nvlink,
         ),
         needs_single_rows=needs_single_rows(config, settings),
-        can_shard=ranks.can_shard and can_be_sharded(settings) and not is_stored,
+        can_shard=is_loadable and can_be_sharded(settings) and not is_stored,
     )
 
 

@@ -73,9 +73,10 @@ def choose(
         sizing: Model and rows.
         hardware: Memory and links of the GPUs.
         needs_single_rows: Whether the model supports a micro-batch of one row only.
-        can_shard: Whether the weights can be sharded; quantised files cannot.
+        can_shard: Whether the weights can be sharded. Quantised files cannot, and weights for which
+            the host of rank 0 has too little memory.
     """
-    config = _with_precision(config, hardware.gpu)
+    config = with_precision(config, hardware.gpu)
     if not sizing.has_layers:
         return Choice(_with(config, {}), Verdict.TIGHT, None)
     is_known = sizing.is_known(config)
@@ -134,7 +135,8 @@ def _best(candidates: list[_Candidate], *, is_known: bool) -> _Candidate:
     return min(tight or candidates, key=_peak)
 
 
-def _with_precision(config: TrainConfig, gpu: Gpu) -> TrainConfig:
+def with_precision(config: TrainConfig, gpu: Gpu) -> TrainConfig:
+    """Return the configuration with the precision that the GPU supports, if it is `auto`."""
     assert config.auto is not None, "the caller has checked it"
     if "precision" not in config.auto.settings:
         return config

@@ -129,10 +129,10 @@ class Sizing:
             return Verdict.FITS
         return Verdict.TIGHT
 
-    def fit(self, config: TrainConfig, gpu: Gpu) -> Fit:
+    def fit(self, config: TrainConfig, gpu: Gpu, *, can_shard: bool = True) -> Fit:
         """Return the verdict about a configuration, and the cheapest change if it does not fit.
 
-        The model has a list of decoder layers.
+        The model has a list of decoder layers. Without `can_shard` the change is not fsdp.
         """
         peak = self.peak(config, gpu)
         verdict = self.verdict_of(peak, config, gpu)
@@ -140,6 +140,8 @@ class Sizing:
             return Fit(verdict, peak)
         tight: Fit | None = None
         for name, changed in changes(config):
+            if changed.strategy.type != config.strategy.type and not can_shard:
+                continue
             least = self.peak(changed, gpu)
             after = self.verdict_of(least, changed, gpu)
             if after is Verdict.FITS:

@@ -65,11 +65,15 @@ def host_peak(
     )
 
 
-def sharded_loading(shape: ModelShape, config: TrainConfig, *, converts: bool) -> int:
-    """Return the host memory that rank 0 needs to load the model if a strategy shards it."""
-    strategy = config.strategy.model_copy(update={"type": "fsdp", "replicas": 1})
-    sharded = config.model_copy(update={"strategy": strategy})
-    return _Host(shape, sharded, "").loaded(converts=converts)
+def loading_bytes(shape: ModelShape, config: TrainConfig, *, converts: bool) -> int:
+    """Return the host memory that rank 0 needs to load the model.
+
+    If `auto` chooses the strategy, it is the memory to load a model that is sharded.
+    """
+    if config.auto is not None and "strategy" in config.auto.settings:
+        strategy = config.strategy.model_copy(update={"type": "fsdp", "replicas": 1})
+        config = config.model_copy(update={"strategy": strategy})
+    return _Host(shape, config, "").loaded(converts=converts)
 
 
 def pinned_nbytes(nbytes: int, settings: str = "") -> int:
@@ -152,8 +156,8 @@ class _Host:
         gathered = is_gathered * shape.sum_weights(self._gathered)
         own = shape.sum_weights(lambda w: w.count)
         if self.config.method.type != "full":  # peft checks a copy of each merged weight
-            merged = max(w.count for kind in shape.kinds for w in kind.weights)
             cast = shape.largest_weight(lambda w: w.count)
+            merged = max((w.count for kind in shape.kinds for w in kind.weights), default=cast)
             return gathered + _FP32 * own + max(4 * _FP32 * merged, 2 * cast)
         stored = _FP32 if self.zero_stage else ITEMSIZE[base_precision(self.config)]
         written = {"float32": 4, "float16": 2, "bfloat16": 2}.get(output.dtype or "", 2)

@@ -88,7 +88,7 @@ def reduction_bytes(trained: int, config: TrainConfig, itemsize: int) -> int:
 
 def gathered_bytes(shape: ModelShape, config: TrainConfig, itemsize: int) -> int:
     """Return the bytes of sharded parameters that stage 3 has gathered, in two copies each."""
-    if config.world.world_size == 1:
+    if config.world.world_size == 1 and config.strategy.offload in ("none", "optimizer"):
         return 0
     sharded = shape.sum_weights(lambda w: w.count * (w.count > _PERSISTENT))
     return 2 * itemsize * min(sharded, _MOST_GATHERED)

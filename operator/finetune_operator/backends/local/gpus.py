@@ -34,14 +34,14 @@ def size_here(wanted: int, environ: Mapping[str, str]) -> GpuSize | None:
         environ: Environment of the trainer.
 
     Returns:
-        None if there is no GPU, or its memory is not known.
+        None if there are fewer GPUs, or their memory is not known.
     """
     program = shutil.which(_PROGRAM, path=environ.get("PATH", ""))
     gpus = _gpus(program) if program else []
     visible = visible_gpus(environ)
     count = len(gpus) if visible is None else min(len(gpus), len(visible))
     kinds = {(gpu.name, round(gpu.usable_gib)) for gpu in gpus}
-    if program is None or not count or (len(kinds) > 1 and wanted < len(gpus)):
+    if program is None or wanted > count or (len(kinds) > 1 and wanted < len(gpus)):
         return None
     smallest = min(gpus, key=lambda gpu: gpu.usable_gib)
     return replace(
@@ -85,8 +85,8 @@ def _has_nvlink(program: str, count: int) -> bool:
 def _output(program: str, *arguments: str) -> str:
     """Return the output of `nvidia-smi`; empty if it fails.
 
-    The operator needs it in each reconcile. Without persistence mode a call loads the driver, which
-    takes seconds.
+    The local operator needs it in each reconcile. Without persistence mode a call loads the driver,
+    which takes seconds.
     """
     try:
         done = subprocess.run(
