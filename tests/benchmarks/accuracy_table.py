@@ -30,9 +30,9 @@ def record(name: str, errors: Collection[float]) -> None:
     found = json.loads(FILE.read_text())
     found[name] = {
         "cases": len(errors),
-        "mean": round(statistics.mean(map(abs, errors)), 4),
-        "lowest": round(min(errors), 4),
-        "highest": round(max(errors), 4),
+        "mean": round(statistics.mean(map(abs, errors)), 6),
+        "lowest": round(min(errors), 6),
+        "highest": round(max(errors), 6),
     }
     FILE.write_text(json.dumps({key: found[key] for key in ROWS if key in found}, indent=2) + "\n")
     write()

@@ -2,10 +2,9 @@
 
     python planner_accuracy.py points.csv [--record]
 
-One row is a run: id, model, params_b, method, strategy, gpu, gpus_per_node, nodes, seq_len,
-micro_batch, grad_accum, precision, optimizer, act_ckpt, impl, peak_mem, mem_unit, mem_scope,
-tokens_per_s_per_gpu, source, notes. The settings of a point are fully given if its row and the
-program's script leave no setting open; this is decided and listed before anything is computed.
+One row is a run, with the columns of `COLUMNS`. The settings of a point are fully given if its row
+and the program's script leave no setting open, and the trainer has the same settings; this is
+decided and listed before anything is computed.
 """
 
 import argparse
@@ -31,8 +30,23 @@ from finetune_trainer.sizing.reserve import reserve_bytes
 from support.launch.launches import train_config
 
 Row = dict[str, str]
-_OPEN = re.compile(r"\?|inferred|unknown|not captured|not stated")
+COLUMNS = (
+    *("id", "model", "params_b", "method", "strategy", "gpu", "gpus_per_node", "nodes", "seq_len"),
+    *("micro_batch", "grad_accum", "precision", "optimizer", "act_ckpt", "impl", "peak_mem"),
+    *("mem_unit", "mem_scope", "tokens_per_s_per_gpu", "source", "notes"),
+)
 _OF_PLAN = ("seq_len", "micro_batch", "gpus_per_node", "nodes")
+_OFFLOADS = r"cpu_offload|optimizer_offload|param_offload|zero\+\+"
+_KNOWN = {
+    "strategy": rf"(single|ddp|fsdp( full_shard)?|zero[123])(\+({_OFFLOADS}))*",
+    "precision": r"(amp_)?(bf16|fp16)( \(V100 has no bf16\))?|nf4|pure mixed precision",
+    "act_ckpt": r"none|selective|full( \(reentrant\))?",
+    "optimizer": r"adamw?(_torch(_fused)?)?",
+    "mem_unit": r"g \(as printed\)|[mg]i?b( reserved)?",
+    "mem_scope": r"per_gpu|sum_over_gpus",
+}
+"""Values that are fully given, and that the forecast reads."""
+_UNITS = {"gib": 2**30, "gb": 1e9, "g": 1e9, "mib": 2**20, "mb": 1e6}
 
 
 @dataclass(frozen=True)
@@ -70,14 +84,14 @@ def open_settings(row: Row, *, of_memory: bool) -> list[str]:
     Memory depends on the program, too; a rate may be of any program.
     """
     names = ["strategy", "precision", "act_ckpt"]
-    names += ["optimizer", "mem_unit", "mem_scope"] if of_memory else ["gpu"]
+    names += ["optimizer", "mem_unit", "mem_scope"] if of_memory else []
     reasons = [
         f"{name} {row[name] or 'is empty'}"
         for name in names
-        if not row[name]
-        or _OPEN.search(row[name])
-        or ("/" in row[name] and name in ("strategy", "precision", "optimizer"))
+        if not re.fullmatch(_KNOWN[name], row[name], re.IGNORECASE)
     ]
+    if not of_memory and ("inferred" in row["gpu"] or size_with(row["gpu"]) is None):
+        reasons.append(f"gpu {row['gpu'] or 'is empty'}")
     stack = stack_of(row["source"], row["impl"])
     if of_memory and stack is None:
         reasons.append(f"program {row['impl'] or 'is empty'}")
@@ -89,7 +103,7 @@ def open_settings(row: Row, *, of_memory: bool) -> list[str]:
 def cannot_compute(row: Row) -> str | None:
     """Return the setting that prevents a forecast; None if a forecast is possible."""
     for name in _OF_PLAN:
-        if not row[name].isdecimal():
+        if not _is_positive(row[name]):
             return f"{name} {row[name] or 'is empty'}"
     if row["method"].split("+")[0] not in ("full", "lora", "qlora"):
         return f"method {row['method'] or 'is empty'}"
@@ -97,14 +111,21 @@ def cannot_compute(row: Row) -> str | None:
         return f"strategy {row['strategy'] or 'is empty'}"
     if row["act_ckpt"].startswith("offloaded") or "nvme" in row["strategy"]:
         return "offload to host or disk is not computed"
+    if row["grad_accum"] and not _is_positive(row["grad_accum"]):
+        return f"grad_accum {row['grad_accum']}"
     base = base_of(row["model"])
     if base is None:
         return f"model {row['model']} is not listed"
     count = sum(math.prod(tensor.shape) for _, tensor in base.tensors()) / 1e9
-    if not _number(row["params_b"]):
+    if not _is_positive(row["params_b"]):
         return f"params_b {row['params_b'] or 'is empty'}"
     if abs(count / float(row["params_b"]) - 1) > 0.05:  # learned positions are not in all shapes
         return f"params_b {row['params_b']} differs from the listed shape's {count:.2f}"
+    try:
+        config_of(row, Path())
+    except ValueError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        return f"the trainer refuses it: {lines[min(2, len(lines) - 1)]}"
     return None
 
 
@@ -180,7 +201,7 @@ def memory_of(row: Row, shape: ModelShape, config: TrainConfig) -> float:
     Figures of the allocator, called reserved, include its cache and exclude the CUDA context, which
     others include.
     """
-    unit = 2**30 if row["mem_unit"].startswith("GiB") else 1e9
+    unit = _UNITS.get(row["mem_unit"].lower().split(" ")[0], 1e9)
     stack = stack_of(row["source"], row["impl"]) or Stack()
     nbytes: float = _peak_of(stack, shape, config)
     if "reserved" in row["mem_unit"]:
@@ -228,10 +249,10 @@ def compare(rows: list[Row], folder: Path) -> tuple[list[Point], list[Point]]:
         config = config_of(row, folder)
         shape = shape_of(row, config)
         published, size = row["tokens_per_s_per_gpu"], size_with(row["gpu"])
-        if _number(row["peak_mem"]):
+        if _is_positive(row["peak_mem"]):
             forecast = memory_of(row, shape, config)
             memory.append(_point(row, forecast, row["peak_mem"], of_memory=True))
-        if _number(published) and size and (rate := tokens_per_second(shape, config, size)):
+        if _is_positive(published) and size and (rate := tokens_per_second(shape, config, size)):
             each = rate / config.world.world_size
             rates.append(_point(row, each, published, of_memory=False))
     return memory, rates
@@ -250,8 +271,8 @@ def _point(row: Row, forecast: float, published: str, *, of_memory: bool) -> Poi
     )
 
 
-def _number(text: str) -> bool:
-    return bool(re.fullmatch(r"\d+(\.\d+)?", text))
+def _is_positive(text: str) -> bool:
+    return bool(re.fullmatch(r"\d+(\.\d+)?", text)) and float(text) > 0
 
 
 def list_settings(rows: list[Row]) -> Iterator[str]:
@@ -260,7 +281,7 @@ def list_settings(rows: list[Row]) -> Iterator[str]:
         reasons = {
             row["id"]: cannot_compute(row) or "; ".join(open_settings(row, of_memory=of_memory))
             for row in rows
-            if _number(row["peak_mem" if of_memory else "tokens_per_s_per_gpu"])
+            if _is_positive(row["peak_mem" if of_memory else "tokens_per_s_per_gpu"])
         }
         given = [point for point, reason in reasons.items() if not reason]
         yield f"{name}: settings fully given in {len(given)} of {len(reasons)}: {' '.join(given)}"
@@ -307,8 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="CSV file with one run per row")
     parser.add_argument("--record", action="store_true", help="write the errors into the guide")
     options = parser.parse_args(arguments)
-    with options.file.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    with options.file.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, restval=""))
+    if rows and (missing := [name for name in COLUMNS if name not in rows[0]]):
+        parser.error(f"{options.file}: no column {', '.join(missing)}")
     print(*list_settings(rows), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         memory, rates = compare(rows, Path(folder))

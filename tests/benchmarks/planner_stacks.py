@@ -144,13 +144,13 @@ def _card(size: str, usable: float, tflops: float, nvlink: float = 0.0) -> GpuSi
 
 # Dense peaks with fp32 sums: NVIDIA's papers on the GA102 and Ada architectures.
 _GPUS: tuple[tuple[str, Callable[[], GpuSize]], ...] = (
-    (r"RTX 3090", lambda: _card("NV36ads_A10_v5", 23.7, 71)),
-    (r"RTX 4090", lambda: _card("NV36ads_A10_v5", 23.6, 165.2)),
-    (r"RTX A6000", lambda: _card("NV36ads_A10_v5", 47.5, 154.8)),
+    (r"RTX.?3090", lambda: _card("NV36ads_A10_v5", 23.7, 71)),
+    (r"RTX.?4090", lambda: _card("NV36ads_A10_v5", 23.6, 165.2)),
+    (r"RTX.?A6000", lambda: _card("NV36ads_A10_v5", 47.5, 154.8)),
     (r"A800", lambda: _card("ND96amsr_A100_v4", 79.1, 312, 400)),
     (r"A100.*40GB", lambda: size_of("ND96asr_v4")),
     (r"A100", lambda: size_of("ND96amsr_A100_v4")),
-    (r"H100 NVL", lambda: size_of("NC80adis_H100_v5")),
+    (r"H100.?NVL", lambda: size_of("NC80adis_H100_v5")),
     (r"H100", lambda: size_of("ND96isr_H100_v5")),
     (r"H200", lambda: size_of("ND96isr_H200_v5")),
     (r"V100.*32GB", lambda: size_of("ND40rs_v2")),

@@ -27,7 +27,7 @@ REVISIONS: dict[str, tuple[str, ...]] = {
         "6f98f3cd2cb98ef1",
         "157fd2c5fd3280ea",
         "60e0d4cb14facb52",
-        "52138700b4502cba",
+        "6df90dc7a8bb076b",
     ),
 }
 """Digests of all schemas of a CRD, oldest first; the revision is the number of digests.

@@ -40,10 +40,10 @@ def plan(
 ) -> None:
     """Forecast whether a job fits on GPU sizes of Azure, how it would run, and its price.
 
-    --on selects the sizes; without it, topology.instanceType, the FineTuneProfile or, for the
-    backend local, the GPUs of this machine, with the GPUs per node of the job. Without any of them,
-    all sizes are compared, with all of their GPUs. The trainer chooses by the same formula when it
-    starts.
+    --on selects the sizes; at most the GPUs per node of the job are used. Without it, the sizes are
+    topology.instanceType, the sizes of the FineTuneProfile or, for the backend local, this machine,
+    with the GPUs per node of the job. Without any of them, all sizes are compared, with
+    all of their GPUs. The trainer chooses by the same formula when it starts.
 
     A known model is not read. The trainer's process reads others from a folder, the cache or the
     hub; HF_TOKEN gives access to gated ones. The exit code is 1 if the job does not fit.
@@ -53,12 +53,16 @@ def plan(
     own = (
         target.backend.gpu_sizes(job)
         if on is None
-        else [size_of(name.strip()) for name in on.split(",")]
+        else [size_of(name) for name in dict.fromkeys(map(str.strip, on.split(",")))]
     )
+    if not own:
+        note = "the memory of the job's GPUs is not known; all sizes are compared, with all GPUs"
+        typer.echo(f"note: {note}", err=True)
     offered = [_with_price(size, prices) for size in own or sizes()]
     base = base_shape_of_job(job.spec.model) or read_base(target, os.environ)
     gpus = (job.spec.topology.gpus_per_node or None) if own else None
-    found = options(job, base, offered, nodes=nodes, gpus=gpus, tokens=tokens)
+    limits = {"gpus": gpus} if on is None else {"most_gpus": gpus}
+    found = options(job, base, offered, nodes=nodes, tokens=tokens, **limits)
     if as_json:
         print(json.dumps([_as_json(one) for one in found], indent=2))
     else:
@@ -82,7 +86,7 @@ def _text(job: FineTuneJob, found: list[Option], *, has_tokens: bool) -> list[st
     if best.is_possible and (best.forecast is None or best.forecast.hours is None):
         reason = "the speed is unknown" if best.forecast is None or has_tokens else "add --tokens N"
         lines += ["", f"Without hours and the price of the job: {reason}."]
-    elif best.size.price is not None:
+    elif best.size.price is not None and best.is_possible:
         where = f" in {best.size.price.region}" if best.size.price.region else ""
         lines += ["", f"List prices of {best.size.price.date}{where}; hours and USD are bands."]
     if best.size.recalled:
@@ -93,7 +97,8 @@ def _text(job: FineTuneJob, found: list[Option], *, has_tokens: bool) -> list[st
 
 def _verdict(job: FineTuneJob, best: Option) -> str:
     model = job.spec.model.base_name or job.spec.model.source.removeprefix("hf://")
-    place = f"{best.nodes} x {best.size.name} ({best.size.gpus} x {best.size.gpu})"
+    gpus = best.size.gpus if best.config is None else best.config.world.nproc_per_node
+    place = f"{best.nodes} x {best.size.name} ({gpus} x {best.size.gpu})"
     if best.config is None:
         return f"WouldNotFit: {model} on {place}: {best.lost_by}"
     strategy, training = best.config.strategy, best.config.training
@@ -160,7 +165,7 @@ def _as_json(option: Option) -> dict[str, Any]:
         "size": option.size.name,
         "nodes": option.nodes,
         "gpusPerNode": option.size.gpus,
-        "verdict": None,
+        "verdict": "WouldNotFit",
         "lostBy": option.lost_by,
         "usableBytes": option.size.memory.usable,
         "recalled": list(option.size.recalled),

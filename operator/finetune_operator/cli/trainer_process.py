@@ -85,6 +85,10 @@ def read_base(target: Target, environ: Mapping[str, str], ask: Ask = trainer_lin
             f"spec.model.source {source}: this machine cannot read it; set spec.model.baseName to "
             "the name of the model on the hub"
         )
-    places = replace(NOWHERE, path_of=lambda uri: str(file_path(uri, folder)))
+
+    def path_of(uri: str) -> str:
+        return str(file_path(uri, folder)) if uri.startswith("file:") else uri
+
+    places = replace(NOWHERE, path_of=path_of)
     [line] = ask(BASE, derive_train_config(target.plan, 1, places), environ)
     return BaseShape.model_validate(line)

@@ -124,11 +124,14 @@ def _check(
 
 
 def _too_large(job: FineTuneJob, backend: Backend) -> Problem | None:
-    """Return the problem of a job that fits on none of the GPU sizes that it may run on."""
+    """Return the problem of a job that fits on none of the GPU sizes that it may run on.
+
+    An unknown size is only a warning, because it may be newer than the catalogue.
+    """
     try:
         found = expect(job, backend.gpu_sizes(job))
-    except CatalogueError:
-        return None  # the size may be newer than the catalogue
+    except CatalogueError as error:
+        return Problem("", f"no forecast of memory: {error}", Severity.WARNING)
     if found is None or found.fits is not False or job.spec.training.check_memory is False:
         return None
     return Problem("spec.training", found.message.removeprefix("spec.training: "))

@@ -86,6 +86,7 @@ def options(
     *,
     nodes: int | None = None,
     gpus: int | None = None,
+    most_gpus: int | None = None,
     tokens: int | None = None,
 ) -> list[Option]:
     """Return an option for each size, the best first.
@@ -97,12 +98,16 @@ def options(
         base: Shape of the model.
         sizes: GPU sizes to compare.
         nodes: Number of nodes; by default as in the job.
-        gpus: GPUs per node; all GPUs of each size by default.
+        gpus: GPUs per node; a size with fewer is not possible. All GPUs of each size by default.
+        most_gpus: Most GPUs per node.
         tokens: Tokens of the whole training; by default computed from `maxSteps` with packing.
     """
     sizing = Sizing(base, job.spec.training.max_seq_length)
     nodes = nodes or job.spec.topology.nodes
-    found = [_option(job, sizing, size, nodes, gpus or size.gpus, tokens) for size in sizes]
+    found = [
+        _option(job, sizing, size, nodes, gpus or min(size.gpus, most_gpus or size.gpus), tokens)
+        for size in sizes
+    ]
     found.sort(key=_rank)
     best = found[0] if found and found[0].is_possible else None
     return [one if one is best or one.lost_by else _beside(one, best) for one in found]
@@ -202,6 +207,8 @@ def _option(
 
     if size.unsupported:
         return without(size.unsupported)
+    if nodes * gpus == 1 and job.spec.strategy.type == "fsdp":
+        return without("has one GPU, and fsdp needs at least two")
     if gpus > size.gpus:
         return without(f"has {size.gpus} of the job's {gpus} GPUs per node")
     try:

@@ -34,6 +34,10 @@ _PER_DOUBLING = 0.97
 _OF_LINK = 0.8
 """Share of a link's bandwidth that collectives reach."""
 _PCIE_BYTES_PER_SECOND = 12e9
+_HOST_BYTES_PER_SECOND = 100e9
+"""Of a node's memory: half the bandwidth of eight channels of DDR4; an assumption."""
+_ADAMW_BYTES = 28
+"""Bytes per parameter of an AdamW step in fp32: weight, gradient and two moments."""
 _NODE_SECONDS, _COMPILE_SECONDS = 360.0, 120.0
 _LOAD_BYTES_PER_SECOND = 0.5e9
 _FP32 = 4
@@ -191,7 +195,7 @@ def _communication_seconds(shape: ModelShape, config: TrainConfig, size: GpuSize
 
 
 def _offload_seconds(shape: ModelShape, config: TrainConfig) -> float:
-    """Return the seconds of a step for copies between host and GPU; the host's work is ignored."""
+    """Return the seconds of a step for copies between host and GPU, and for the host's AdamW."""
     ranks = config.world.world_size // config.strategy.replicas
     if config.strategy.offload == "optimizer":
         moved = 2 * _trained(shape) * _FP32
@@ -199,7 +203,8 @@ def _offload_seconds(shape: ModelShape, config: TrainConfig) -> float:
         moved = 3 * _gathered(shape, config) * config.gradient_accumulation_steps
     else:
         return 0.0
-    return moved / ranks / _PCIE_BYTES_PER_SECOND
+    updated = _ADAMW_BYTES * _trained(shape) / (ranks / config.world.nproc_per_node)
+    return moved / ranks / _PCIE_BYTES_PER_SECOND + updated / _HOST_BYTES_PER_SECOND
 
 
 def _link(ranks: int, config: TrainConfig, size: GpuSize) -> float:

@@ -181,6 +181,17 @@ def test_files_folders_and_standard_input_are_read_together(tmp_path: Path) -> N
     assert (code, out) == (0, "5 FineTuneJobs checked, no problem\n")
 
 
+def test_a_retired_size_is_a_note_with_its_successor(tmp_path: Path) -> None:
+    topology = {"gpusPerNode": 1, "processesPerNode": None, "instanceType": "Standard_NC6s_v3"}
+    uris = {"checkpoint": {"uri": "pvc://c/a"}, "output": {"uri": "pvc://o/a"}}
+    sources = {"model": {"source": "hf://a/b"}, "dataset": {"source": "hf://a/c"}}
+    changes: dict[str, Any] = {"backend": {"type": "kubernetes"}, **sources, **uris}
+    code, text = ftctl(write(tmp_path, manifest(**changes, topology=topology)))
+    assert code == 0, text
+    assert "note: " in text
+    assert "no forecast of memory: size Standard_NC6s_v3: Azure retired it on 2025-09-30" in text
+
+
 def test_finding_no_job_at_all_is_a_problem(tmp_path: Path) -> None:
     file = write(tmp_path, {"apiVersion": "v1", "kind": "Service"})
     code, out = ftctl(file)

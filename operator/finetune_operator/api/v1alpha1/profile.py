@@ -83,7 +83,7 @@ class NodeSettings(ApiModel):
 
     cel_rules = (
         Rule(
-            "!has(self.gpuMemoryGiB) || self.instanceTypes.size() == 0",
+            "!has(self.gpuMemoryGiB) || !has(self.instanceTypes) || self.instanceTypes.size() == 0",
             "has no effect with instanceTypes, whose GPUs are known; remove it",
             field="gpuMemoryGiB",
         ),
