@@ -19,7 +19,7 @@ from finetune_trainer.sizing.base_shape import BaseShape
 from finetune_trainer.sizing.choose import Hardware, choose
 from finetune_trainer.sizing.fit import Fit, Gpu, Sizing, Verdict
 from finetune_trainer.sizing.host import loading_bytes
-from finetune_trainer.sizing.method import base_precision
+from finetune_trainer.sizing.method import base_precision, is_loaded_once
 
 _SHORTEST_ROW = 8  # tokens, as in `training.maxSeqLength`
 _GIB = 2**30
@@ -216,18 +216,19 @@ def _option(
     except InvalidJobError as error:
         return without(str(error))
     gpu, lacks_host_memory = size.memory, _lacks_host_memory(config, sizing, size)
-    can_choose = config.auto is not None and "strategy" in config.auto.settings
     if config.auto is not None:
         hardware = Hardware(gpu, has_nvlink=size.has_nvlink)
-        config = choose(config, sizing, hardware, can_shard=not lacks_host_memory).config
+        choice = choose(config, sizing, hardware, can_shard=not lacks_host_memory)
+        if choice.verdict is Verdict.WOULD_NOT_FIT:  # if shards do not fit either, refuse it
+            choice = choose(config, sizing, hardware)
+        config = choice.config
     if config.training.precision == "bf16" and gpu.capability < _BF16_FROM:
         return without("has no bf16")
     fit = sizing.fit(config, gpu) if sizing.has_layers else None
-    does_not_fit = fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT
-    if lacks_host_memory and (does_not_fit or not can_choose):
-        return without(lacks_host_memory)
-    if fit is not None and does_not_fit:
+    if fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT:
         return Option(size, nodes, config, fit, None, _needs(fit, gpu))
+    if lacks_host_memory and is_loaded_once(config):
+        return without(lacks_host_memory)
     speed = None
     if size.half_precision_tflops:
         speed = forecast(sizing.shape(config), config, size, tokens or tokens_of(config))

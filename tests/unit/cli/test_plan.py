@@ -75,6 +75,10 @@ def test_a_model_that_the_host_cannot_load_for_sharding_does_not_fit(tmp_path: P
     assert refused.stdout.startswith("WouldNotFit: meta-llama/Llama-3.1-70B on 16 x ")
     assert "needs 262.8 of 220 GiB of host memory to load the model" in refused.stdout
     assert "cheapest change" not in refused.stdout
+    on_t4 = large | {"model": {"source": "hf://meta-llama/Llama-3.1-8B"}, "strategy": {}}
+    topology = {"processesPerNode": None, "gpusPerNode": 1}
+    for_gpu = plan_of(tmp_path, "--on", "NC4as_T4_v3", **on_t4 | {"topology": topology})
+    assert "cheapest change that fits: spec.method.type qlora" in for_gpu.stdout
     in_16_bits = plan_of(tmp_path, "--on", A100, **large | {"strategy": {"type": "zero3"}})
     assert "host memory" not in in_16_bits.stdout
     lora = {"method": {"type": "lora"}, "strategy": {"type": "auto"}}
