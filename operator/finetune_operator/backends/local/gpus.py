@@ -60,7 +60,7 @@ def _gpus(program: str) -> list[_Gpu]:
     lines = _output(program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
     try:
         return [_gpu(line) for line in lines.splitlines()]
-    except ValueError:  # [N/A], or MIG
+    except ValueError:  # [N/A], 0, or MIG
         return []
 
 
@@ -71,6 +71,8 @@ def _gpu(line: str) -> _Gpu:
     major, minor = capability.split(".")
     # torch's total memory does not contain the part that the driver reserves.
     usable = (int(total) - int(reserved)) / _MIB_PER_GIB
+    if usable <= 0:
+        raise ValueError("the driver does not know the memory")
     return _Gpu(name, usable, (int(major), int(minor)))
 
 

@@ -81,6 +81,7 @@ def test_the_smallest_gpu_counts_if_a_job_uses_all(tmp_path: Path) -> None:
         pytest.param([H100], 1, {"CUDA_VISIBLE_DEVICES": ""}, id="no visible GPU"),
         pytest.param([H100, T4], 1, {}, id="a part of two kinds"),
         pytest.param([H100, H100.replace("81559", "[N/A]")], 2, {}, id="memory unknown"),
+        pytest.param([H100.replace("81559", "0")], 1, {}, id="no memory"),
         pytest.param([H100.replace("Disabled", "Enabled")], 1, {}, id="MIG"),
         pytest.param([], 1, {}, id="the driver fails"),
         pytest.param([H100], 1, {"PATH": "/nowhere"}, id="no driver"),
