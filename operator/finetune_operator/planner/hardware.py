@@ -215,10 +215,10 @@ def _option(
         config = _config_on(job, nodes, gpus)
     except InvalidJobError as error:
         return without(str(error))
-    gpu, lacks_host_memory = size.memory, _lacks_host_memory(config, sizing, size)
+    gpu, shortage = size.memory, _host_shortage(config, sizing, size)
     if config.auto is not None:
         hardware = Hardware(gpu, has_nvlink=size.has_nvlink)
-        choice = choose(config, sizing, hardware, can_shard=not lacks_host_memory)
+        choice = choose(config, sizing, hardware, can_shard=not shortage)
         if choice.verdict is Verdict.WOULD_NOT_FIT:  # if shards do not fit either, refuse it
             choice = choose(config, sizing, hardware)
         config = choice.config
@@ -227,15 +227,15 @@ def _option(
     fit = sizing.fit(config, gpu) if sizing.has_layers else None
     if fit is not None and fit.verdict is Verdict.WOULD_NOT_FIT:
         return Option(size, nodes, config, fit, None, _needs(fit, gpu))
-    if lacks_host_memory and is_loaded_once(config):
-        return without(lacks_host_memory)
+    if shortage and is_loaded_once(config):
+        return without(shortage)
     speed = None
     if size.half_precision_tflops:
         speed = forecast(sizing.shape(config), config, size, tokens or tokens_of(config))
     return Option(size, nodes, config, fit, speed, "")
 
 
-def _lacks_host_memory(config: TrainConfig, sizing: Sizing, size: GpuSize) -> str:
+def _host_shortage(config: TrainConfig, sizing: Sizing, size: GpuSize) -> str:
     """Return the reason why rank 0 cannot load the model on a size; empty if it can.
 
     The dtype of the files is not known. Only for fp32 are they assumed to have another one, so that
